@@ -1,7 +1,7 @@
 """Ready-made compositions of a selector, an allreduce and error feedback.
 
-A system that is :func:`topk_a` with another selection has no name here: give that
-selection as ``selector=``. docs/selectors.md lists which paper's system is which.
+A system that is :func:`topk_a` with another selection has no name here: pass the
+selection as ``selector=``. docs/selectors.md lists the systems of papers.
 """
 
 from typing import Any, Unpack, cast
@@ -27,17 +27,17 @@ def ok_topk(
     selector: Selector | None = None,
     **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
-    """Ok-Topk: O(k) words for each worker and step, whatever the number of workers.
+    """Ok-Topk: O(k) words per worker and step, for any number of workers.
 
     Args:
-      density: k / n, the share of the gradient that is sent, in (0, 1]. 0.01 is
-        what the paper uses for BERT, 0.02 for an LSTM.
-      axis: the mesh axis (or a tuple of them) of the data-parallel workers.
-      selector: the local selection; by default ``select.topk(density=density)``,
-        which is exact at every step. With ``paper=True`` it is that of the paper,
-        ``select.threshold_reuse(density=density, servo=False, headroom=slack - 1)`` with a
-        period of ``global_period``, and with ``paper="corrected"`` that with ``servo="fixed"``.
-      **options: those of :func:`sparse_allreduce`, and of
+      density: k / n, the share of the gradient that is sent, in (0, 1]. The paper
+        uses 0.01 for BERT and 0.02 for an LSTM.
+      axis: the mesh axis (or a tuple of axes) of the data-parallel workers.
+      selector: the local selection. The default is ``select.topk(density=density)``,
+        which is exact at every step. With ``paper=True`` the default is the selection of the
+        paper, ``select.threshold_reuse(density=density, servo=False, headroom=slack - 1)`` with a
+        period of ``global_period``; with ``paper="corrected"`` it has ``servo="fixed"`` instead.
+      **options: the options of :func:`sparse_allreduce` and of
         :func:`sparse_collectives.allreduce.ok_topk`.
 
     Returns:
@@ -51,7 +51,7 @@ def ok_topk(
     names = _options.names(SparseOptions)
     exchange = {name: value for name, value in options.items() if name not in names}
     if exchange.get("paper"):
-        # One period and one room for the local half and the global one.
+        # The local and the global threshold have the same period and the same headroom.
         given = {name: value for name, value in exchange.items() if value is not None}
         exchange = {"global_period": 32, "slack": 4.0} | given
         if selector is None:
@@ -88,24 +88,24 @@ def ok_topk_sgd(
       acc_t = \epsilon_{t-1} + \alpha_t g_t, \quad
       w_t = w_{t-1} - \tfrac{1}{P} u_t
 
-    The learning rate enters before the accumulation: a residual keeps the rate of
-    the step it comes from, also when a schedule has moved on.
+    The learning rate is applied before the accumulation: each entry of a residual keeps the
+    learning rate of the step that produced it, even if a schedule has changed it since.
 
     Args:
-      learning_rate: a number, or a schedule of the step count; skipped steps don't count.
-      density: k / n.
-      axis: the mesh axis of the workers.
-      selector: see :func:`ok_topk`, as for all that follow.
-      paper: Algorithm 1 as published, or with corrected thresholds: see
+      learning_rate: a number, or a schedule of the step count; skipped steps do not count.
+      density: k / n, the share of the gradient that is sent, in (0, 1].
+      axis: the mesh axis (or a tuple of axes) of the data-parallel workers.
+      selector: the local selection, as in :func:`ok_topk`.
+      paper: True for Algorithm 1 as published, ``"corrected"`` for corrected thresholds; see
         :func:`sparse_collectives.allreduce.ok_topk`.
-      correction: momentum before the accumulation.
+      correction: momentum before the accumulation, from :func:`momentum_correction`.
       **options: ``nonfinite``, ``residual``, ``dense_steps`` and ``dense_leaves`` of
         :func:`sparse_allreduce`.
 
     Returns:
       An ``optax.GradientTransformationExtraArgs`` whose updates are ready for
       ``optax.apply_updates``; its state is a :class:`SparseAllreduceState`. For other
-      options of the exchange write it out: ``optax.chain(ok_topk(density, axis=axis,
+      options of the exchange write the chain out: ``optax.chain(ok_topk(density, axis=axis,
       local=optax.scale(rate), ...), optax.scale(-1.0))``.
     """
     if callable(learning_rate):
@@ -140,14 +140,14 @@ def topk_a(
     codec: Codec | None = None,
     **options: Unpack[SparseOptions],
 ) -> optax.GradientTransformationExtraArgs:
-    """TopkA: everyone receives everyone's top k. The volume grows with P.
+    """TopkA: an allgather of every worker's top k, whose volume grows with P.
 
     Args:
       density: k / n of each worker's selection, in (0, 1].
-      axis: the mesh axis (or a tuple of them) of the data-parallel workers.
+      axis: the mesh axis (or a tuple of axes) of the data-parallel workers.
       selector: the local selection; by default ``select.topk(density=density)``.
-      codec: see :func:`sparse_collectives.allreduce.topk_a`.
-      **options: see :func:`sparse_allreduce`.
+      codec: the encoding of messages; see :func:`sparse_collectives.allreduce.topk_a`.
+      **options: the options of :func:`sparse_allreduce`.
 
     Returns:
       An ``optax.GradientTransformationExtraArgs`` to chain before an optimizer.

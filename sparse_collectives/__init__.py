@@ -1,7 +1,7 @@
-"""Sparse allreduce for JAX: selections, wires, transports and algorithms.
+"""Sparse allreduce for JAX: selectors, codecs, transports and algorithms.
 
-Everything is a factory that returns a NamedTuple of pure functions, runs inside
-a mapped function (shard_map, pmap, vmap), and compiles under ``jax.jit``.
+Selectors, codecs and allreduces are NamedTuples of pure functions that factories make. They run
+inside a mapped function (shard_map, pmap, vmap) or over MPI, and compile under ``jax.jit``.
 """
 
 from sparse_collectives import allreduce, cost_model, planner, select, traffic, transport, wire

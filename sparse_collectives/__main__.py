@@ -21,7 +21,7 @@ from sparse_collectives.planner import _rounds as rounds
 
 _PLAN_HELP = """\
 Predicts the time of a training step's exchange for each algorithm and encoding, and
-recommends one. See docs/planner.md for the model behind it."""
+recommends one. See docs/planner.md for the model."""
 
 _PLAN_EXAMPLE = """\
 example:
@@ -41,15 +41,14 @@ _MEASURE_HELP = """\
 Times collectives on the devices of this machine and fits latency and bandwidth to
 them. On a CPU, --devices N splits it into N devices, which measures its memory."""
 
-# What is taken where nothing is given: the density of `optax_ext.sparse_adamw`, and messages over
-# Ethernet.
+# The defaults: the density of `optax_ext.sparse_adamw`, and the latency of messages over Ethernet.
 _DENSITY, _LATENCY = "0.05", "100us"
 
-# A step as it was measured where workers share cores. A test holds it equal to docs/data.
+# The speedups of the three runs in docs/data/network_4*.json, whose workers share cores.
 _MEASURED_SHARING = (
-    "Workers that share cores gain less. Measured, four on two cores, n = 14.7M, 1 Gbit/s: "
-    "sparse_adamw 2.3 to 3.0\ntimes as fast as dense, agreed at 1 % 7.7 to 8.3. "
-    "--workers-per-core 2 predicts both within a factor of 1.3."
+    "Workers that share cores gain less. In measurements with four workers on two cores, n = 14.7M "
+    "and 1 Gbit/s, sparse_adamw\nwas 3.5 to 4.0 times as fast as dense, and agreed at 1 % was 7.0 "
+    "to 7.2 times as fast.\n--workers-per-core 2 predicts both within a factor of 1.3."
 )
 
 
@@ -80,13 +79,13 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--params", required=True, metavar="N", help="gradient components: 133M, 133e6")
     add("--density", metavar="D", help=f"share k/n that is sent, in (0, 1] (default {_DENSITY})")
     add("--workers", required=True, metavar="P", help="data-parallel workers")
-    add("--latency", metavar="T", help=f"alpha, of one message: 5us (default {_LATENCY})")
-    add("--bandwidth", metavar="B", help="of one worker while all send: 25Gbit, 3GB/s")
-    add("--measured", metavar="FILE", help="take both from what 'measure --json FILE' wrote")
+    add("--latency", metavar="T", help=f"latency of a message: 5us (default {_LATENCY})")
+    add("--bandwidth", metavar="B", help="bandwidth of a worker while all send: 25Gbit, 3GB/s")
+    add("--measured", metavar="FILE", help="take both from the file of 'measure --json FILE'")
     add("--compute", default="0s", metavar="T", help="forward and backward pass: 300ms")
     add("--inner", default="1", metavar="G", help="workers in a node; adds two-level schemes")
     add("--shard", default="1", metavar="M", help="devices of a worker that shard its parameters")
-    add("--links", default="1", metavar="L", help="of a worker with --shard, which they share")
+    add("--links", default="1", metavar="L", help="links of a worker, shared by its devices")
     add("--inner-latency", metavar="T", help=f"within a node (default {_arguments.INNER_LATENCY})")
     add(
         "--inner-bandwidth",
@@ -110,15 +109,15 @@ def _make_parser() -> argparse.ArgumentParser:
         metavar="W",
         help="workers that share a core, 2 for four on two cores: their local work takes turns",
     )
-    add("--merge-cost", metavar="T", help="local work per received pair (default: as above)")
+    add("--merge-cost", metavar="T", help="work per received pair (default: by --select-cost)")
     add("--exact", action="store_true", help="only encodings that round nothing")
     add(
         "--same-loss",
         nargs="?",
         const=_steps.ADAMW,
         metavar="FILE",
-        help="compare times to the same loss: with the steps of sparse_adamw as they were "
-        "measured, or those of a JSON file, {algorithm: multiple of the steps of a dense run}",
+        help="compare times to the same loss: with the measured steps of sparse_adamw, or with "
+        "the steps in a JSON file, {algorithm: multiple of the steps of a dense run}",
     )
     add("--all", action="store_true", help="show every encoding")
     add("--plot", metavar="FILE", help="draw the predicted step over P: a PNG")
@@ -132,10 +131,10 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     add("--params", required=True, metavar="N", help="gradient components: 124M")
     add("--workers", required=True, metavar="P", help="sites")
-    add("--latency", required=True, metavar="T", help="of one message between sites: 50ms")
-    add("--bandwidth", required=True, metavar="B", help="of one site while all send: 100Mbit")
+    add("--latency", required=True, metavar="T", help="latency of a message between sites: 50ms")
+    add("--bandwidth", required=True, metavar="B", help="of a site while all send: 100Mbit")
     add("--compute", required=True, metavar="T", help="forward and backward pass: 500ms")
-    add("--select-cost", metavar="T", help="as of 'plan': a time, 'cpu' or 'gpu'")
+    add("--select-cost", metavar="T", help="as in 'plan': a time, 'cpu' or 'gpu'")
 
     add = command("measure", "fit a network", _MEASURE_HELP)
     add("--devices", metavar="N", help="use N devices (default: all)")
@@ -145,7 +144,7 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; 0, or exits with 2 and one line on stderr."""
+    """Runs a command and returns 0, or exits with 2 and one line on stderr."""
     parser = _make_parser()
     args = parser.parse_args(argv)
     if args.command is None:
@@ -163,7 +162,7 @@ def _plan(args: argparse.Namespace) -> None:
     assumed = []
     if args.density is None:
         args.density = _DENSITY
-        assumed.append(f"--density {_DENSITY}, that of sparse_adamw")
+        assumed.append(f"--density {_DENSITY}, the default of sparse_adamw")
     if args.latency is None and args.measured is None and args.bandwidth is not None:
         args.latency = _LATENCY
         assumed.append(f"--latency {_LATENCY}")
@@ -184,7 +183,7 @@ def _plan(args: argparse.Namespace) -> None:
         raise ValueError(f"--links must be at most --shard={devices}, got {links}.")
     measured = _measured_file.read(args.measured) if args.measured is not None else None
     network = _arguments.network(args, inner, measured)
-    # Each device exchanges its part while the others do, over the links of their worker.
+    # The devices of a worker exchange their parts at the same time, and share its links.
     network = network._replace(seconds_per_word=network.seconds_per_word * devices / links)
     size, selected = -(-size // devices), -(-selected // devices)
     compute = _units.seconds("--compute", args.compute)
@@ -230,8 +229,8 @@ def _plan(args: argparse.Namespace) -> None:
         other = plan_for(workers, _planner.GPU).recommended
         if other.dense != plan.recommended.dense:
             remarks.append(
-                "This is for workers that select on two CPU cores, which decides it. With "
-                f"--select-cost gpu it is {other.name}, {other.speedup:.2f} times as fast as dense."
+                "This holds for workers that select on two CPU cores. With --select-cost gpu the "
+                f"answer is {other.name}, {other.speedup:.2f} times as fast as dense."
             )
     if measured is not None and (args.latency is None or args.bandwidth is None):
         remarks += _measured_file.warnings(measured.error)
@@ -270,7 +269,7 @@ def _measure(args: argparse.Namespace) -> None:
     if args.devices is not None:
         devices = _arguments.workers("--devices", args.devices, examples="4 or 8")
     if devices is not None:
-        # Before the backend starts: where it already runs, or on a GPU, this has no effect.
+        # This works only before the backend starts, and only for CPU devices.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", devices)
         if devices > jax.device_count():

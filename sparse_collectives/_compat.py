@@ -1,10 +1,10 @@
-"""Every branch on a jax version is here, and what tells one kind of mapped function from another.
+"""All branches on the jax version, and helpers that distinguish the kinds of mapped functions.
 
-Under ``shard_map(check_vma=True)`` a value's type says over which mesh axes it
+Under ``shard_map(check_vma=True)`` the type of a value says over which mesh axes it
 varies, and a result that is to be replicated must be typed so. ``pmap``,
 ``vmap`` and ``shard_map(check_vma=False)`` have no such types, and vmap rejects
-the casts between them. Over an MPI communicator there is no mapped function at
-all: each process is one worker. These helpers do what the context needs.
+the casts between them. Over an MPI communicator there is no mapped function, and
+each process is one worker. These helpers do what the context needs.
 """
 
 import contextlib
@@ -24,12 +24,12 @@ from sparse_collectives._types import AxisName
 
 
 def axis_names(axis: AxisName) -> tuple[Any, ...]:
-    """A mesh axis name or a communicator, or a tuple of them, as a tuple."""
+    """The mesh axis names or communicators of ``axis``, as a tuple."""
     return axis if isinstance(axis, tuple) else (axis,)
 
 
 def outer_axis(axis: AxisName, inner_axis: AxisName) -> AxisName:
-    """The names of ``axis`` without those of ``inner_axis``.
+    """The names of ``axis`` that are not in ``inner_axis``.
 
     Raises:
       ValueError: a name of ``inner_axis`` is not in ``axis``, or nothing is left.
@@ -48,13 +48,13 @@ def outer_axis(axis: AxisName, inner_axis: AxisName) -> AxisName:
 
 def is_communicator(axis: AxisName) -> bool:
     """Whether ``axis`` is an MPI communicator, or a tuple with one in it."""
-    mpi = sys.modules.get("mpi4py.MPI")  # Who has a communicator has imported it.
+    mpi = sys.modules.get("mpi4py.MPI")  # A program with a communicator has imported it.
     return mpi is not None and any(isinstance(name, mpi.Comm) for name in axis_names(axis))
 
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-    """What stands for an MPI communicator in the tree of a state: it is hashable, and says P."""
+    """A hashable stand-in for an MPI communicator in the tree of a state; it holds P."""
 
     size: int
 
@@ -68,7 +68,7 @@ def static_axis(axis: AxisName) -> Hashable:
 
 
 def ranks(static: Any) -> int:
-    """P of what :func:`static_axis` made of communicators; 0 for the axes of a mesh."""
+    """P of the stand-ins that :func:`static_axis` makes of communicators; 0 for mesh axes."""
     names = axis_names(static)
     if not names or not isinstance(names[0], Ranks):
         return 0
@@ -78,7 +78,7 @@ def ranks(static: Any) -> int:
 def axis_is_bound(axis: AxisName) -> bool:
     """Whether every name of ``axis`` is bound by an enclosing mapped function.
 
-    A communicator always is.
+    A communicator is always bound.
     """
     if is_communicator(axis):
         return True
@@ -90,25 +90,25 @@ def axis_is_bound(axis: AxisName) -> bool:
 
 
 def bound_axes() -> tuple[Hashable, ...]:
-    """The names that enclosing mapped functions bind, for a message; none where jax hides them."""
-    from jax.extend import core  # Slow to import, and for errors alone.
+    """The names that enclosing mapped functions bind, for a message; empty if jax hides them."""
+    from jax.extend import core  # Slow to import, and only needed for errors.
 
     names = getattr(core, "unsafe_get_axis_names_DO_NOT_USE", tuple)()
     return tuple(name for name in names if isinstance(name, Hashable))
 
 
 def ambient_mesh() -> Any:
-    """The mesh of ``jax.set_mesh``; abstract in what jax traces, None without one.
+    """The mesh of ``jax.set_mesh``: abstract while jax traces, and None if there is none.
 
-    Inside a function that is mapped over some of its axes there is none: the others are not its to
-    map over.
+    The result is also None inside a function that is mapped over some axes of the mesh, since that
+    function must not map over the others.
     """
     abstract = jax.sharding.get_abstract_mesh()
     if abstract.empty or abstract.manual_axes:
         return None
     try:
         return jax.sharding.get_mesh()
-    except ValueError:  # In what is traced.
+    except ValueError:  # jax is tracing.
         return abstract
 
 
@@ -119,9 +119,9 @@ _indices: contextvars.ContextVar[Mapping[Hashable, jax.Array] | None] = contextv
 
 @contextlib.contextmanager
 def axis_indices(indices: Mapping[Hashable, jax.Array]) -> Generator[None]:
-    """:func:`axis_index` of these names is as given, instead of asking the mapped function.
+    """Makes :func:`axis_index` return these indices instead of asking the mapped function.
 
-    For a ``shard_map`` inside another one: jax 0.10 can't lower an axis_index there.
+    This is for a ``shard_map`` inside another one, in which jax 0.10 can't lower an axis_index.
     """
     token = _indices.set(indices)
     try:
@@ -131,7 +131,7 @@ def axis_indices(indices: Mapping[Hashable, jax.Array]) -> Generator[None]:
 
 
 def axis_index(axis: AxisName) -> jax.Array:
-    """The number of this worker on a bound axis of a mesh, ``i32[]``; row-major of several."""
+    """This worker's number on a bound mesh axis, ``i32[]``; row-major over several axes."""
     given = _indices.get() or {}
     names = axis_names(axis)
     if not set(names) <= given.keys():
@@ -155,7 +155,7 @@ def is_simulated(axis: AxisName) -> bool:
 
 def varying_axes(x: Any) -> frozenset[Hashable]:
     """The mesh axes over which the type of ``x`` says that it varies."""
-    # jax 0.10 can't tell the type of a shape where some axes of a mesh are the compiler's.
+    # jax 0.10 can't find the type of a shape if the compiler places some axes of a mesh.
     aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
     manual = getattr(aval, "manual_axis_type", None)
     if manual is not None:
@@ -164,14 +164,14 @@ def varying_axes(x: Any) -> frozenset[Hashable]:
 
 
 def checks_varying(axis: AxisName) -> bool:
-    """Whether the enclosing mapped function tracks which values vary; none is around MPI ranks."""
+    """Whether the enclosing mapped function tracks which values vary; False for MPI ranks."""
     if is_communicator(axis):
         return False
     return set(axis_names(axis)) <= varying_axes(lax.axis_index(axis))
 
 
 def to_varying(tree: Any, axis: AxisName) -> Any:
-    """Types every leaf as varying over ``axis``; a no-op where types are not kept."""
+    """Types every leaf as varying over ``axis``; a no-op if types are not tracked."""
     if not axis_names(axis) or not checks_varying(axis):
         return tree
 
@@ -183,9 +183,9 @@ def to_varying(tree: Any, axis: AxisName) -> Any:
 
 
 def to_invarying(x: jax.Array, axis: AxisName) -> jax.Array:
-    """Types as the same along ``axis`` what is: jax has that only of what its own collectives make.
+    """Types ``x``, which has the same bits on every worker of ``axis``, as replicated.
 
-    A no-op where types are not kept.
+    jax gives this type only to results of its own collectives. A no-op if types are not tracked.
     """
     if not is_varying(x, axis):
         return x
@@ -194,7 +194,7 @@ def to_invarying(x: jax.Array, axis: AxisName) -> jax.Array:
 
 @functools.cache
 def _to_invarying_primitive() -> Any:
-    from jax.extend import core  # Slow to import, and for several processes alone.
+    from jax.extend import core  # Slow to import, and only needed for several processes.
     from jax.interpreters import batching, mlir
 
     primitive = core.Primitive("to_invarying")
@@ -213,7 +213,7 @@ def _to_invarying_primitive() -> Any:
 
 
 def varying_like(x: Any, *others: Any) -> Any:
-    """``x``, typed as varying wherever any of ``others``, arrays or shapes, is."""
+    """``x``, typed as varying over the axes over which any array or shape in ``others`` varies."""
     axes = frozenset().union(*map(varying_axes, others))
     return to_varying(x, tuple(axes)) if axes else x
 
@@ -245,7 +245,7 @@ def is_variable(x: Any) -> bool:
     return not hasattr(x, "val")
 
 
-# jax.checkpoint puts these around what is computed again.
+# jax.checkpoint puts these around a computation that it repeats.
 _SCOPES_OF_REMAT = ("checkpoint", "rematted_computation")
 
 
@@ -258,7 +258,7 @@ def named_scopes(eqn: Any) -> tuple[str, ...]:
 
 
 def axes_of_effects(eqn: Any) -> set[Hashable]:
-    """The mesh axes over whose workers an equation, by its effects, runs together."""
+    """The mesh axes over which an equation, by its effects, synchronizes the workers."""
     return {effect.name for effect in eqn.effects if _is_over_axis(effect)}
 
 
@@ -272,19 +272,19 @@ def _is_over_axis(effect: Any) -> bool:
 
 
 def made_by(x: Any) -> Any:
-    """The equation that made a value of the function that is being traced.
+    """The equation that computed a value of the function that is being traced.
 
-    None of an argument, of a constant, and of what is no such value. It has ``primitive``,
-    ``params`` and ``invars``; the latter are values of the same kind.
+    None for an argument, for a constant, and for anything that is not such a value. An equation has
+    ``primitive``, ``params`` and ``invars``; the latter are values of the same kind.
     """
     return getattr(x, "parent", None)
 
 
 def captured(x: Any) -> Any:
-    """What a value of the function that is being traced stands for outside of it.
+    """The value outside of the function that is being traced for which ``x`` stands.
 
-    Of an array, or of a value of an enclosing function that this one uses without being given it;
-    ``x`` itself of an argument, and of a result.
+    There is one for an array, and for a value of an enclosing function that this function uses
+    without receiving it. For an argument or a result of this function it is ``x`` itself.
     """
     lowered = getattr(x, "full_lower", None)
     return x if lowered is None else lowered()

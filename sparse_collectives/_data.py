@@ -1,4 +1,4 @@
-"""What the contracts are about: sparse vectors, and where layers lie in a flat one."""
+"""The data types of the contracts: sparse vectors, and the layers of a flat vector."""
 
 import dataclasses
 import math
@@ -21,7 +21,7 @@ class PaddedCOO:
 
     XLA needs static shapes, so the number of slots is fixed and unused slots are
     padding: index ``size`` (one past the end) and value 0. A scatter with
-    ``mode='drop'`` ignores them, and a sum is not changed by them.
+    ``mode='drop'`` ignores padding, and padding does not change a sum.
 
     The indices of a selection are unique and ascending, with the padding last.
     The indices of an allreduce's total are unique, but padding may stand between
@@ -47,18 +47,23 @@ class PaddedCOO:
 
     @classmethod
     def from_pairs(cls, indices: jax.Array, values: jax.Array, size: int) -> "PaddedCOO":
-        """A vector from value-index pairs in any order; the values of one index are added.
+        """Makes a vector from value-index pairs in any order; the values of one index are added.
 
-        For gradients that come as pairs, such as those of embeddings or of linear models on
-        sparse rows: no vector of length ``size`` is made.
+        Use it for gradients that are pairs, such as the gradients of embeddings or of linear models
+        on sparse rows. It does not make a vector of length ``size``.
 
         Args:
           indices: ``i32[c]``, in ``[0, size]``; ``size`` marks padding.
-          values: ``f[c]``; they are added in :func:`sum_dtype`, in the order in which they come.
-          size: n.
+          values: ``f[c]``; they are added in float32 (in float64 if they are float64), in the order
+            in which they come.
+          size: the length n of the vector.
 
         Returns:
-          Unique ascending indices in c slots, padding last. Cost: a sort of c pairs.
+          A PaddedCOO of c slots with unique ascending indices, padding last. Cost: a sort of c
+          pairs.
+
+        Raises:
+          ValueError: ``indices`` and ``values`` are not of one shape ``[c]``.
 
         Example:
           >>> import jax.numpy as jnp
@@ -90,18 +95,17 @@ class PaddedCOO:
         return jnp.sum(self.indices < self.size, axis=-1, dtype=jnp.int32)
 
     def to_dense(self) -> jax.Array:
-        """The vector itself, ``f[size]``. Cost: one n-sized write and a scatter."""
-        # A zero that XLA can't tell from a result of the indices: it would make
-        # the n zeros at the start of a program, and hold them through all that
-        # computes the indices.
+        """The dense vector, ``f[size]``. Cost: one write of n values and a scatter."""
+        # This zero depends on the indices. XLA would make n constant zeros at the start of a
+        # program, and hold them during the computation of the indices.
         zero = jnp.sum(jnp.minimum(self.indices[:1], 0)).astype(self.values.dtype)
         dense = jnp.full((self.size,), zero)
-        # Set and not added: an addition flushes subnormals on some platforms.
+        # The values are set and not added: an addition flushes subnormals on some platforms.
         return dense.at[self.indices].set(self.values, mode="drop")
 
 
 def sum_dtype(dtype: type[Any] | np.dtype[Any]) -> type[Any]:
-    """The dtype in which values are added up: float32, or float64 for its own."""
+    """The dtype in which values are added up: float64 for float64, else float32."""
     return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
@@ -147,14 +151,14 @@ def take(coo: PaddedCOO, source: jax.Array) -> PaddedCOO:
 class Layout:
     """The shapes of the layers, in the order in which they fill the flat buffer.
 
-    A selector that works by layer or by row needs them, and gets them at
-    ``init``. It is static and holds no arrays: in a state it is part of the tree.
+    A selector that works by layer or by row needs them, and receives them at
+    ``init``. A layout is static and holds no arrays: in a state it is part of the tree.
 
     Attributes:
-      shapes: the shape of each layer. A layer without entries takes no place.
+      shapes: the shape of each layer. A layer without entries takes no space.
 
     Raises:
-      ValueError: no entries at all, or 2**31 or more.
+      ValueError: the layers have no entries, or 2**31 or more.
 
     Example:
       >>> layout = Layout(((2, 3), (3,)))
@@ -184,13 +188,13 @@ class Layout:
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """The place of the first entry of each layer."""
+        """The index of the first entry of each layer in the flat buffer."""
         sizes = self.sizes
         return tuple(sum(sizes[:layer]) for layer in range(len(sizes)))
 
 
 def as_layout(size: int | Layout) -> Layout:
-    """A number of entries means one layer of one dimension."""
+    """A layout; a number of entries becomes one layer of one dimension."""
     if isinstance(size, Layout):
         return size
     if isinstance(size, bool) or not isinstance(size, numbers.Integral):

@@ -1,22 +1,22 @@
 """Random numbers and permutations without a state: computed for a position, and never stored.
 
-Random rounding needs one number for each value, the same on every platform, and
-no key to pass around. Two rounds of a mixing function of 32 bits give that for
+Random rounding needs one number for each value, the same on every platform, without
+a key to pass around. Two rounds of a 32-bit mixing function give such a number for
 about ten integer operations each.
 
-A random permutation of 0 .. n-1 is a bijection of the words of m bits, 2**m >= n, applied until
-the result is below n (cycle walking). Each of its rounds is a bijection: adding a key, xor with a
-right shift, multiplying by an odd key. Distinct starts have distinct images, so nothing is drawn
-twice.
+A random permutation of 0 to n - 1 applies a bijection of the words of m bits, 2**m >= n, until
+the result is below n (cycle walking). Each step of a round is a bijection: adding a key, xor with a
+right shift, and multiplying by an odd key. Distinct positions have distinct images, so no index is
+drawn twice.
 """
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-# 2**32 divided by the golden ratio: seeds that follow one another end up far apart.
+# 2**32 divided by the golden ratio, so that consecutive seeds end up far apart.
 _GOLDEN = 0x9E3779B9
-# Of a permutation; a bijection of very few bits has few distinct keys.
+# Rounds and bits of a permutation: a bijection of very few bits has few distinct keys.
 _ROUNDS, _FEWEST_BITS = 6, 6
 
 
@@ -34,7 +34,7 @@ def mix(x: jax.Array) -> jax.Array:
 
 
 def combine(*parts: jax.Array | int) -> jax.Array:
-    """One seed, ``u32[]``, of several integers; their order counts."""
+    """Combines several integers into one seed, ``u32[]``; their order matters."""
     seed = jnp.uint32(_GOLDEN)
     for part in parts:
         seed = mix(seed + jnp.uint32(_GOLDEN) + jnp.asarray(part).astype(jnp.uint32))
@@ -42,32 +42,32 @@ def combine(*parts: jax.Array | int) -> jax.Array:
 
 
 def random_bits(seed: jax.Array, position: jax.Array) -> jax.Array:
-    """``u32[...]``, a number for each ``position i32[...]`` under ``seed u32[]``."""
+    """A random number, ``u32[...]``, for each ``position i32[...]`` under ``seed u32[]``."""
     key = mix(jnp.asarray(seed).astype(jnp.uint32) + jnp.uint32(_GOLDEN))
-    # A second round under another key: after one alone, two seeds would give the
+    # The second round has another key: after one round alone, two seeds would give the
     # same numbers in another order.
     return mix(mix(position.astype(jnp.uint32) ^ key) + mix(key))
 
 
 def below(turn: jax.Array, count: jax.Array) -> jax.Array:
-    """``i32[...]`` in ``[0, count)``: where a window over ``count i32[...]`` entries starts.
+    """The start ``i32[...]``, in ``[0, count)``, of a window over ``count i32[...]`` entries.
 
-    Every place in which entries wait for a slot takes a window over their ranks that
-    starts here, so that none waits for ever. Turns are as good as independent, and so a
-    start is uniform whatever the turns before it gave. Each value has probability
-    ``1 / count`` to within a share ``count / 2**32`` of that.
+    Wherever more entries than slots compete, the slots take a window over the ranks of the
+    entries that starts here, so that no entry waits indefinitely. Turns are practically
+    independent, so a start is uniform whatever the turns before it gave. Each value has
+    probability ``1 / count``, up to a relative error of ``count / 2**32``.
 
     Args:
-      turn: an integer, ``[]``: another one at each step, and in each of several places
-        that an entry has to pass at the same step.
-      count: 0 gives 0.
+      turn: an integer, ``[]``, which differs at each step, and at each of several places
+        that an entry has to pass in one step.
+      count: the number of entries; 0 gives 0.
     """
     bits = random_bits(turn, jnp.zeros((), jnp.int32))
     return (bits % jnp.maximum(count, 1).astype(jnp.uint32)).astype(jnp.int32)
 
 
 def uniform(seed: jax.Array, position: jax.Array) -> jax.Array:
-    """``f32[...]`` in [0, 1), a multiple of 2**-24."""
+    """Random numbers ``f32[...]`` in [0, 1), multiples of 2**-24."""
     bits = random_bits(seed, position) >> 8
     return bits.astype(jnp.int32).astype(jnp.float32) * jnp.float32(2.0**-24)
 
@@ -78,7 +78,7 @@ def permuted(key: jax.Array, places: jax.Array, size: int) -> jax.Array:
     Cost: about six rounds of arithmetic for each place.
     """
     if places.shape[0] == size:
-        return places  # All of them: the order is of no use.
+        return places  # With all places their order does not matter.
     bits = max(_FEWEST_BITS, (size - 1).bit_length())
     keys = jax.random.bits(key, (2, _ROUNDS), jnp.uint32)
     mask = jnp.uint32(2**bits - 1)

@@ -1,8 +1,8 @@
 """The form of a computation that suits a platform, with the same results to the bit.
 
-A CPU likes one pass at the speed of memory and small loops. A GPU pays some microseconds for
-each kernel that it launches, and for each turn of a loop several: it likes few kernels, however
-much they count.
+On a CPU a single pass at memory speed and small loops are fast. A GPU pays some microseconds for
+each kernel launch, and more for each iteration of a loop. Fewer kernels are faster there, even if
+they compute more.
 """
 
 import contextlib
@@ -18,17 +18,17 @@ from jax import lax
 from sparse_collectives import _validation
 
 GPU, PORTABLE = "gpu", "portable"
-# Comparisons beyond which a binary search is quicker on a GPU, too.
+# With more comparisons a binary search is faster on a GPU as well.
 _COMPARISONS = 1 << 28
-# Entries that are computed anew at less cost than that of a branch.
+# Recomputing fewer entries costs less than a branch.
 _FEW = 1 << 14
 _forced: contextvars.ContextVar[str | None] = contextvars.ContextVar("form", default=None)
 
 
 def by_platform(portable: Callable[..., Any], gpu: Callable[..., Any], *args: Any) -> Any:
-    """``gpu(*args)`` in programs for CUDA and ROCm, ``portable(*args)`` in those for all else.
+    """``gpu(*args)`` in programs for CUDA and ROCm, ``portable(*args)`` in all others.
 
-    Which it is, is known when a program is lowered, so that it holds one of the two.
+    The platform is fixed when a program is lowered, so a program holds only one of the two.
     """
     forced = _forced.get()
     if forced is not None:
@@ -41,15 +41,15 @@ def once(
 ) -> Any:
     """``function(*args)``, computed once for all that read it.
 
-    XLA's compiler for CPUs computes what is elementwise anew in each loop that reads it, whatever
-    that costs, and drops ``lax.optimization_barrier`` before it decides so. The result of a branch
-    is written. A GPU would wait for its host at a branch.
+    XLA's compiler for CPUs repeats an elementwise computation in each loop that reads its result,
+    at any cost, and drops ``lax.optimization_barrier`` before it decides this. It writes the
+    result of a branch to memory. A GPU takes no branch, because it would wait for its host there.
 
     Args:
       worth: ``bool[]``, whether there is anything to compute.
-      function: of the arguments; of less than 16,384 entries in all it is called as it is, since a
-        branch would cost more than it saves, and make larger programs.
-      otherwise: what it gives where ``worth`` is false, at less cost.
+      function: a function of the arguments. With fewer than 16,384 entries in all arguments it is
+        called directly, since a branch would cost more than it saves and make larger programs.
+      otherwise: gives the same result at less cost if ``worth`` is false.
       *args: arrays, or trees of them.
     """
     if args and sum(x.size for x in jax.tree.leaves(args)) < _FEW:
@@ -63,9 +63,9 @@ def once(
 
 @contextlib.contextmanager
 def traced_for(name: str) -> Generator[None]:
-    """What is traced within has the form ``name``, "gpu" or "portable", on every platform.
+    """Gives code that is traced within the form ``name``, "gpu" or "portable".
 
-    For programs that are compiled ahead of time on a machine without a GPU, and for tests.
+    It is for programs that are compiled ahead of time on a machine without a GPU, and for tests.
     """
     _validation.check_choice("name", name, (GPU, PORTABLE))
     token = _forced.set(name)
@@ -78,8 +78,8 @@ def traced_for(name: str) -> Generator[None]:
 def places(ascending: jax.Array, queries: jax.Array, *, side: str = "left") -> jax.Array:
     """``jnp.searchsorted`` of ``queries [...]`` in ``ascending [m]``, ``i32[...]``.
 
-    A binary search; on a GPU, of a few queries, one comparison with everything, since each
-    step of a search is a launch.
+    This is a binary search. On a GPU, a few queries are compared with all entries at once, since
+    each step of a search is a launch.
     """
     binary = functools.partial(_binary, side=side)
     if ascending.shape[0] * queries.size > _COMPARISONS:

@@ -1,4 +1,4 @@
-"""P workers on one device."""
+"""Simulation of P workers on one device."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,26 +19,25 @@ def simulate(
 ) -> Callable[..., Any]:
     """Runs ``fn`` as P workers on one device, collectives included.
 
-    What runs under ``jax.shard_map`` over P devices runs unchanged: the workers
-    are lanes of a ``jax.vmap(axis_name=...)``. It is jitted. Use it to try any
-    number of workers, to test, and to study convergence; a simulated step costs
-    P steps, and a ``lax.cond`` whose predicate differs between the workers
-    computes both sides.
+    A function that runs under ``jax.shard_map`` over P devices runs unchanged: the
+    workers are lanes of a ``jax.vmap(axis_name=...)``. Use it to try any number of
+    workers, in tests, and to study convergence. A simulated step costs P steps, and a
+    ``lax.cond`` whose predicate differs between the workers computes both branches.
 
     Args:
       fn: a function of one worker's arguments, in which ``axis`` is bound.
       axis: the name of the axis, or a tuple of names (the first is the outermost).
       axis_size: P, or one size for each name.
-      in_axes: as in ``jax.vmap``: 0 where each worker has its own argument along
-        a leading axis of P, ``None`` where all share one. With several names
-        there is one leading axis for each.
+      in_axes: as in ``jax.vmap``: 0 if each worker has its own argument along a
+        leading axis of size P, ``None`` if all share one. With several names there
+        is one leading axis for each.
       out_axes: as in ``jax.vmap``.
 
     Returns:
       The jitted function of all workers' arguments.
 
     Raises:
-      ValueError: as many sizes as names are needed.
+      ValueError: ``axis_size`` does not give one size for each name, or a size is below 1.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -53,7 +52,7 @@ def simulate(
             f"axis_size must give one size for each of the {len(names)} names of axis={axis!r}, "
             f"got {axis_size!r}."
         )
-    # Traced as under shard_map, so that what reads the equations of a worker finds them.
+    # Traced as under shard_map, so that code that reads a worker's equations finds them.
     fn = jax.jit(fn)
     for name, size in reversed(list(zip(names, sizes, strict=True))):
         _validation.check_positive_int("axis_size", size)

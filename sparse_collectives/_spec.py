@@ -1,8 +1,8 @@
-"""What a part was made as: its name and arguments, declared by the factory that made it.
+"""The spec of a part: its name and arguments, declared by the factory that made it.
 
-A checkpoint is compared with the program that restores it by these, so they are
-part of a format: they change when the meaning of a part does, and not when the
-code of its factory is written differently.
+A checkpoint is compared with the program that restores it by their specs. Specs are
+therefore part of a format: they change when the meaning of a part changes, and not
+when the code of its factory is rewritten.
 """
 
 import dataclasses
@@ -18,10 +18,10 @@ from jax.core import Tracer
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """A name and arguments, as text: ``topk(density=0.01)``.
+    """The name and the arguments of a factory, as text: ``topk(density=0.01)``.
 
     Attributes:
-      name: of the factory.
+      name: the name of the factory.
       arguments: ``(name, text)`` of each argument, in alphabetical order.
 
     Example:
@@ -38,19 +38,19 @@ class Spec:
 
     @classmethod
     def of(cls, factory: str, /, **arguments: Any) -> "Spec | None":
-        """The spec of what ``factory(**arguments)`` returns.
+        """The spec of the part that ``factory(**arguments)`` returns.
 
         Args:
-          factory: its name.
+          factory: the name of the factory.
           **arguments: numbers, strings, dtypes, None, arrays, parts that have a spec,
             and tuples, lists and dictionaries of these.
 
         Returns:
-          None where a part among the arguments has no spec: this one has none either.
+          The spec, or None if a part among the arguments has no spec.
 
         Raises:
-          TypeError: an argument of another kind, which has no text that is the same in
-            every program. Give a name for it, as a string.
+          TypeError: an argument of another kind, whose text could differ between programs.
+            Give it a name, as a string.
         """
         if any(hasattr(value, "spec") and value.spec is None for value in arguments.values()):
             return None
@@ -58,7 +58,7 @@ class Spec:
         return cls(factory, texts)
 
     def number(self, name: str) -> float | None:
-        """An argument that is a number; None where there is no such argument."""
+        """The value of a numeric argument; None if there is no such argument."""
         text = dict(self.arguments).get(name)
         try:
             return None if text is None else float(text)
@@ -81,7 +81,7 @@ def as_text(name: str, value: Any) -> str:
         return repr(value)
     if isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, np.generic)):
         return np.dtype(value).name
-    # jnp.float32 and its like.
+    # jnp.float32 and similar.
     if callable(value) and isinstance(getattr(value, "dtype", None), np.dtype):
         return value.dtype.name  # pyright: ignore[reportFunctionMemberAccess]
     if isinstance(value, np.ndarray | np.generic | jax.Array):

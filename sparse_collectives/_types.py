@@ -1,7 +1,7 @@
-"""The contracts: what a selector, an allreduce and a codec are.
+"""The contracts of selectors, allreduces and codecs.
 
-Each is a NamedTuple of pure functions made by a factory, as in optax. All that
-changes from step to step is in a state; nothing prints and nothing is global.
+Each is a NamedTuple of pure functions that a factory makes, as in optax. All values
+that change from step to step are in a state; no function prints or keeps global state.
 """
 
 from collections.abc import Callable, Hashable
@@ -38,13 +38,13 @@ class Selector(NamedTuple):
 
     Attributes:
       init: ``init(layout) -> state``, for a flat buffer with the layers of a
-        :class:`sparse_collectives.Layout`; a number of entries is one layer.
+        :class:`sparse_collectives.Layout`; a number of entries means one layer.
       select: ``select(acc f[size], state) -> (PaddedCOO, state, SelectInfo)``.
         The values of the PaddedCOO are ``acc`` at its indices, unchanged.
-      spec: what it was made as; checkpoints ask for it, and nothing else does.
-      apart: ``apart(state, number i32[]) -> state``: of several buffers of one size, the first
-        state of the one with that number. For selectors that draw random indices, so that
-        buffers do not draw the same; by default the state as it was made. Number 0 has that.
+      spec: the name and the arguments of its factory; only checkpoints use it.
+      apart: ``apart(state, number i32[]) -> state``: the first state of the buffer with that
+        number, among several buffers of one size. Selectors that draw random indices use it, so
+        that buffers do not draw the same ones. By default, and for number 0, it returns ``state``.
     """
 
     init: Callable[..., State]
@@ -54,12 +54,12 @@ class Selector(NamedTuple):
 
 
 class SelectInfo(NamedTuple):
-    """What one worker's selection did.
+    """Statistics of one worker's selection.
 
     Attributes:
       selected: ``i32[]``, entries in the returned buffer.
       overflow: ``i32[]``, entries that passed the threshold and found no slot.
-      threshold: ``f32[]``, the magnitude that was used.
+      threshold: ``f32[]``, the magnitude that was used as the threshold.
     """
 
     selected: jax.Array
@@ -68,17 +68,17 @@ class SelectInfo(NamedTuple):
 
 
 class Undelivered(NamedTuple):
-    """What a worker must keep after an allreduce.
+    """The values that a worker must keep in its residual after an allreduce.
 
     Attributes:
-      slots: ``f[c]``, for each slot of its selection what it keeps of the entry
-        there: 0 of one that was delivered whole, all of one that was not.
-      others: a PaddedCOO of what it keeps besides: partial sums that found no slot on
-        the way, and what encoding rounded off them. An index may occur more than
-        once, and its values add. It has 0 slots where there can be no such entries.
-      remainder: what it keeps in place of all that it had at the indices of the total,
-        selected by itself or not: 0, or what rounding took off. A PaddedCOO with unique
-        indices, which goes before ``slots``; None but from an allreduce that is ``complete``.
+      slots: ``f[c]``, the part that the worker keeps of the entry in each slot of its
+        selection: 0 of an entry that was delivered in full, all of one that was not delivered.
+      others: a PaddedCOO of the other values that it keeps: partial sums that found no slot
+        on the way, and the rounding errors of encoded partial sums. An index may occur more than
+        once, and its values add up. It has 0 slots if there can be no such entries.
+      remainder: a PaddedCOO with unique indices, only from an allreduce that is ``complete``:
+        the value that replaces the accumulator at the indices of the total, whether this worker
+        selected them or not. It is 0 or a rounding error. If it is given, ``slots`` is not used.
     """
 
     slots: jax.Array
@@ -86,17 +86,17 @@ class Undelivered(NamedTuple):
     remainder: PaddedCOO | None = None
 
     def residual(self, acc: jax.Array, coo: PaddedCOO) -> jax.Array:
-        """What is left of ``acc f[n]`` after its selection ``coo`` was exchanged, ``f[n]``.
+        """The residual ``f[n]``: the rest of ``acc f[n]`` after its selection ``coo`` is exchanged.
 
-        In place where ``acc`` may be overwritten, and in its shape, which may have leading
-        axes of 1. Cost: one scatter of c values, and one of the other entries where there
-        can be any.
+        It has the shape of ``acc``, which may have leading axes of size 1, and is computed in place
+        if ``acc`` may be overwritten. Cost: one scatter of c values, and one of the other entries
+        if there can be any.
         """
         lead = (0,) * (acc.ndim - 1)
         if self.remainder is None:
             indices, values = coo.indices, self.slots
         else:
-            # What was selected and is not in the total is in ``acc`` as it was.
+            # ``acc`` still has the selected entries that are not in the total.
             indices, values = self.remainder.indices, self.remainder.values
         kept = acc.at[(*lead, indices)].set(values.astype(acc.dtype), mode="drop")
         if not self.others.capacity:
@@ -125,40 +125,39 @@ def _where_it_is(coo: PaddedCOO, size: int, state: State, *, axis: AxisName) -> 
 
 
 class SparseAllreduce(NamedTuple):
-    """Sums the selections of all workers on an axis: of a mesh, or an MPI communicator.
+    """Sums the selections of all workers of a mesh axis or of an MPI communicator.
 
     Attributes:
       init: ``init(size, axis_size) -> state``. The state holds the same values on
         every worker; with a ``shard_axis``, on every worker of the same shard.
       reduce: ``reduce(coo, state, *, axis) -> (total, undelivered, state, info)``.
-        ``total`` (a PaddedCOO, or ``f[size]`` where the result is dense) is the
-        same bits on every worker, and finite where the selections are, unless it is
-        dense. ``undelivered`` is an :class:`Undelivered`. Conservation: over the
-        workers, the sum of ``coo`` equals ``total`` plus the sum of ``undelivered``.
-      spec: what it was made as; checkpoints ask for it, and nothing else does.
-      shard_axis: the mesh axes over which a vector is dealt out before anything is
-        selected; none but with :func:`~sparse_collectives.allreduce.hierarchical`.
-        Residual and selection are then those of a shard.
+        ``total`` is a PaddedCOO, or ``f[size]`` if the result is dense, with the same bits on
+        every worker. A total that is not dense is finite at indices at which all selections are.
+        ``undelivered`` is an :class:`Undelivered`. Conservation: over the workers, the sum of
+        ``coo`` equals ``total`` plus the sum of ``undelivered``.
+      spec: the name and the arguments of its factory; only checkpoints use it.
+      shard_axis: the mesh axes over which a vector is scattered before the selection; only
+        :func:`~sparse_collectives.allreduce.hierarchical` has any. Residual and selection then
+        belong to a shard.
       scatter: ``scatter(f[n]) -> f[m]``: this worker's part of the sum over
-        ``shard_axis``. Without such an axis the vector itself.
-      gather: ``gather(f[m], n) -> f[n]``: the parts of all, the same on every worker.
-      complete: whether all workers add what they have of an index that any of them
-        selected. ``reduce`` then takes ``acc=``, the accumulator ``f[size]`` from which
-        ``coo`` was selected, and ``undelivered`` says ``remainder`` what is left of it. It is
-        the accumulators that are conserved. Without ``acc`` a worker gives nothing but ``coo``.
-        Where all selections are empty nothing is delivered: so a step is skipped.
+        ``shard_axis``. Without such an axis it returns the vector.
+      gather: ``gather(f[m], n) -> f[n]``: the parts of all workers, the same on every worker.
+      complete: whether the total has full sums: all workers add their values at an index that
+        any of them selected. ``reduce`` then takes ``acc=``, the accumulator ``f[size]`` from
+        which ``coo`` was selected, ``undelivered.remainder`` is the rest of it at the indices of
+        the total, and conservation holds for the accumulators. Without ``acc`` a worker contributes
+        only ``coo``. If all selections are empty, nothing is delivered: so a step is skipped.
       choose: ``choose(coo, state, *, axis) -> (indices i32[K], state, info)``: the indices
-        that ``total`` would have, unique but for padding, and the same on every worker. For
-        who adds up something else at them, and doesn't need the values: fewer words. None
-        where it would cost what ``reduce`` does.
-      local_view: ``local_view(acc f[m], state, *, axis) -> f[s]``: what of its accumulator a worker
-        selects from at this step; by default all of it.
-      to_global: ``to_global(coo of s, m, state, *, axis) -> coo of m``: the indices of a selection
-        from that, in the accumulator.
-      keeps_others: whether a worker may be left with parts of what other workers sent:
-        ``undelivered.others`` has entries. Its residual may then grow by more than its own
-        gradient, and ``optax_ext`` takes no gradient of 2^103 (1e31) or more, so that no residual
-        overflows.
+        that ``total`` would have, unique except for padding, and the same on every worker. It
+        takes fewer words than ``reduce``, for callers that add up other values at these indices.
+        None if it would cost as much as ``reduce``.
+      local_view: ``local_view(acc f[m], state, *, axis) -> f[s]``: the part of its accumulator from
+        which a worker selects at this step; by default all of it.
+      to_global: ``to_global(coo of s, m, state, *, axis) -> coo of m``: a selection from that part,
+        with its indices in the accumulator.
+      keeps_others: whether a worker may have to keep parts of entries of other workers, in
+        ``undelivered.others``. Its residual may then grow by more than its own gradient, and
+        ``optax_ext`` accepts only gradients below 2^103 (1e31), so that no residual overflows.
     """
 
     init: Callable[..., State]
@@ -175,7 +174,7 @@ class SparseAllreduce(NamedTuple):
 
 
 class ReduceInfo(NamedTuple):
-    """What one call of an allreduce did.
+    """Statistics of one call of an allreduce.
 
     Attributes:
       delivered: ``i32[]``, entries in the total; equal on all workers.
@@ -183,11 +182,11 @@ class ReduceInfo(NamedTuple):
       threshold: ``f32[]``, the global threshold; equal on all workers.
       words: ``f32[]``, 4-byte words each worker received, padding included;
         equal on all workers.
-      useful: ``f32[]``, words that this worker sent and that are no padding: a message
+      useful: ``f32[]``, words that this worker sent, without padding: a message
         with e entries in c slots counts e / c of its words; dense runs, counts and
-        histograms count in full. What is sent is received, so the mean over the
-        workers, divided by ``words``, is the occupancy of the messages. (In the paper's mode
-        of ``ok_topk`` it is what the paper's messages would take.)
+        histograms count in full. Every sent word is received, so the mean over the
+        workers, divided by ``words``, is the occupancy of the messages. (With ``paper``
+        in ``ok_topk`` it is the words that the paper's messages would take.)
     """
 
     delivered: jax.Array
@@ -198,22 +197,22 @@ class ReduceInfo(NamedTuple):
 
 
 class Codec(NamedTuple):
-    """How value-index pairs, and dense runs of values, are encoded for an exchange.
+    """Encodes value-index pairs, and dense runs of values, for an exchange.
 
-    A decoded message has the entries of the encoded one, in their order, with
-    values that may be rounded and padding that may lie in between. What that
-    costs is reported to the sender, so that nothing is lost.
+    A decoded message has the entries of the encoded one, in their order. Values may
+    be rounded, and padding may lie in between. The codec reports rounding errors and
+    entries that were left out to the sender, so that nothing is lost.
 
     Attributes:
       encode: ``encode(PaddedCOO[..., c], seed) -> Encoded``. ``seed`` is ``u32[]``
-        and fixes the random rounding, where there is one.
+        and determines the random rounding, if there is any.
       decode: ``decode(i32[..., w], size, dtype) -> PaddedCOO[..., d]``; d >= c.
       encode_dense: ``encode_dense(f[..., m], seed) -> (i32[..., w], f[..., m])``:
-        the message, and what the values lose by it.
+        the message, and the values minus the decoded values.
       decode_dense: ``decode_dense(i32[..., w], m, dtype) -> f[..., m]``.
       exact: whether every message is decoded to the bits that were encoded; then
         ``sent`` is true for all entries and ``error`` is 0.
-      spec: what it was made as; checkpoints ask for it, and nothing else does.
+      spec: the name and the arguments of its factory; only checkpoints use it.
     """
 
     encode: Callable[..., "Encoded"]
@@ -225,12 +224,12 @@ class Codec(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """A message, and what its receiver will not see.
+    """A message, and the parts of its entries that the receiver does not get.
 
     Attributes:
       message: ``i32[..., w]``.
       sent: ``bool[..., c]``, the entries that are in the message; false for padding.
-      error: ``f[..., c]``, the value minus the decoded one where ``sent``, else 0.
+      error: ``f[..., c]``, the value minus the decoded value if ``sent``, else 0.
     """
 
     message: jax.Array

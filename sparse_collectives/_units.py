@@ -1,4 +1,4 @@
-"""Numbers with units, as people write them: 5us, 25Gbit, 3GB/s, 133M."""
+"""Numbers with units, in the form in which people write them: 5us, 25Gbit, 3GB/s, 133M."""
 
 import decimal
 import math
@@ -18,7 +18,7 @@ _RATES |= {f"{p}B/s": x for p, x in _PREFIXES.items()}
 _RATES |= {f"{p}B": x for p, x in _PREFIXES.items() if p}
 _RATES |= {"KiB/s": 2.0**10, "MiB/s": 2.0**20, "GiB/s": 2.0**30}
 
-# Far beyond any network. Within them no cost overflows, so that every plan is of numbers.
+# Limits far beyond any network. Within them no cost overflows, so all plans are finite.
 _LONGEST = 1e9
 _SLOWEST, _FASTEST = 1e-3, 1e21
 _MOST = 10**15
@@ -30,9 +30,9 @@ def seconds(
     """A time in seconds, from a number of seconds or text such as ``5us``.
 
     Args:
-      name: of the argument, for the error.
-      value: what was given, 0 to 1e9 seconds.
-      form: what to write, for the error.
+      name: the name of the argument, for the error.
+      value: the given value, 0 to 1e9 seconds.
+      form: the expected form, for the error.
     """
     number = _parse(name, value, _TIMES, form)
     if not 0 <= number <= _LONGEST:
@@ -74,7 +74,7 @@ def number(name: str, value: float | str, least: float, most: float) -> float:
 
 
 def shown(value: object) -> str:
-    """The value as it was given, shortened where it is long."""
+    """The value as given, shortened if it is long."""
     short = reprlib.Repr()
     short.maxstring = short.maxother = short.maxlong = 60
     return short.repr(value)
@@ -90,7 +90,7 @@ def _parse(name: str, value: Any, units: Mapping[str, float], form: str) -> floa
     if found is None or found[2] not in units:
         raise ValueError(f"{name} must be {form}, got {shown(value)}.")
     try:
-        # In decimal: 5 * 1e-6 is not 5e-6 in floating point.
+        # In decimal, because 5 * 1e-6 is not 5e-6 in floating point.
         return float(decimal.Decimal(found[1]) * decimal.Decimal(repr(units[found[2]])))
     except ArithmeticError:
         return math.inf

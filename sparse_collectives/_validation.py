@@ -1,6 +1,6 @@
 """Checks of arguments, made at trace time and before anything is computed.
 
-Each message names the argument, what came, what was expected and what to write
+Each message names the argument, the given value, the expected one and the code to write
 instead.
 """
 
@@ -17,7 +17,7 @@ MAX_SIZE = 2**31 - 1
 def check_density(density: Any) -> float:
     """A density in (0, 1] as a Python float.
 
-    The integer 1 is refused: whoever thinks in percent writes it for 1 %, and would
+    The integer 1 is rejected: users who think in percent write it for 1 %, and would
     send everything.
     """
     if isinstance(density, jax_core.Tracer):
@@ -48,7 +48,7 @@ def check_density(density: Any) -> float:
 def check_positive_int(name: str, value: Any, *, minimum: int = 1) -> int:
     """A static integer of at least ``minimum``."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < minimum:
-        # What optax.inject_hyperparams makes of any number that it is not told to leave alone.
+        # optax.inject_hyperparams makes arrays of numbers that static_args= does not name.
         hint = ", and static: name it in static_args=" if isinstance(value, jax.Array) else ""
         raise ValueError(f"{name} must be an integer of at least {minimum}{hint}, got {value!r}.")
     return int(value)
@@ -70,14 +70,14 @@ def check_number(name: str, value: Any, low: float, high: float) -> float:
 
 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
-    """One of a few words, or of other values."""
+    """The value, which must be one of a few words or other values."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
     return value
 
 
 def check_size(size: int) -> int:
-    """The length of a buffer, which an int32 index must reach."""
+    """The length of a buffer, which must be within the range of an int32 index."""
     if size < 1:
         raise ValueError(
             f"size must be at least 1, got {size}. An empty buffer has nothing to select."
@@ -100,7 +100,7 @@ def as_vector(name: str, x: Any) -> jax.Array:
 
 
 def check_float(name: str, dtype: Any, *, float64: bool = False) -> None:
-    """float32, bfloat16 or float16, or float64 where that can be summed."""
+    """Accepts float32, bfloat16 and float16, and float64 if the caller can sum it."""
     dtype = jnp.dtype(dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(

@@ -22,11 +22,11 @@ hypothesis.settings.load_profile("fixed")
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
-# No type changes and no array is repeated unless the code says so: what numpy would do in silence
-# is an error, in the library and in the oracles.
+# No type changes and no array is repeated unless the code says so: silent promotion and
+# broadcasting are errors, in the library and in the oracles.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# Started here, so that no test (an example that sets its own number) starts it otherwise.
+# It starts here, before a test (an example that sets its own number) starts it differently.
 assert jax.device_count() == 8
 
 
@@ -40,7 +40,7 @@ def _with_standard_promotion(function):
 
 
 # Optax raises a float to the power of the integer count of its steps, and multiplies integers and
-# floats by what is true or false.
+# floats by booleans.
 optax.tree.bias_correction = _with_standard_promotion(optax.tree.bias_correction)
 # It multiplies a float by the sign of an integer.
 _piecewise_constant = optax.piecewise_constant_schedule
@@ -52,14 +52,14 @@ optax.MultiSteps.update = _with_standard_promotion(optax.MultiSteps.update)
 
 @pytest.fixture(scope="module")
 def default_promotion():
-    """For programs as users write them, and models of other libraries: they add biases to rows."""
+    """For users' programs and models of other libraries, which add biases to rows."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
 
 @pytest.fixture
 def usable():
-    """Skips where no network can be made: it takes Linux, root, ip, tc and namespaces."""
+    """Skips if no network can be made, which requires Linux, root, ip, tc and namespaces."""
     reason = namespaces.unusable()
     if reason is not None:
         pytest.skip(reason)
@@ -89,7 +89,7 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Marks the slow cases; of these, two thirds are left out, but no function."""
+    """Marks the slow cases; ``--third`` runs 1/3 of them, and at least one of each function."""
     _mark_slow_cases(items)
     if not config.getoption("--third"):
         return
@@ -106,7 +106,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _mark_slow_cases(items):
-    """Of the cases of a test that is marked ``one_in(n)`` every n-th stays among the quick ones."""
+    """Every n-th case of a test that is marked ``one_in(n)`` stays among the quick ones."""
     counts = collections.Counter()
     for item in items:
         if mark := item.get_closest_marker("one_in"):
@@ -122,10 +122,10 @@ def _may_leave_something(item):
 
 
 def pytest_runtest_teardown(item, nextitem):
-    """Collects what a test left unfinished, as it says by ignoring pytest's warning of that.
+    """Collects garbage after a test that ignores pytest's warning of unraisable exceptions.
 
     Orbax drops the reads that are under way when another one fails, and Python reports them
-    whenever they are collected. That must not be in a test that comes later.
+    when they are collected. That must not happen in a later test.
     """
     if _may_leave_something(item) and not _may_leave_something(nextitem):
         gc.collect()

@@ -1,4 +1,4 @@
-"""Groups of processes of the tests that join by ``jax.distributed``: how they start, and join."""
+"""Starts groups of processes for the tests, which join by ``jax.distributed``."""
 
 import contextlib
 import json
@@ -13,7 +13,7 @@ import jax
 from benchmarks._common import processes as launcher
 from benchmarks._common.processes import ROOT, Process, coordinator, started
 
-# Seconds for a group; on an idle machine it takes less than one of them in ten.
+# Seconds for a group; on an idle machine it takes less than 1/10 of them.
 TIMEOUT = 600.0
 Ended = list[tuple[int | None, str]]
 
@@ -24,9 +24,9 @@ def group(
 ) -> Iterator[list[Process]]:
     """Processes of ``python -m module JSON``, for the length of the block.
 
-    The module calls :func:`join` with what :func:`settings` returns: the settings of all, with the
-    changes of single ones. In a network each process has a namespace of its own; the variables are
-    of the environment, besides those of this process.
+    The module calls :func:`join` with the result of :func:`settings`: the common settings, with
+    the changes for single processes. In a network each process has a namespace of its own. The
+    variables are added to the environment of this process.
     """
     with contextlib.ExitStack() as stack:
         variables = dict(variables or {})
@@ -46,7 +46,7 @@ def group(
 
 
 def finish(processes: contextlib.AbstractContextManager[list[Process]]) -> Ended:
-    """Status and output of each, when all have ended, or one has failed, which ends the others."""
+    """Status and output of each process; a failed one ends the others."""
     with processes as each:
         launcher.wait_for_ends(each, TIMEOUT)
     return [(process.status, process.output) for process in each]
@@ -55,7 +55,7 @@ def finish(processes: contextlib.AbstractContextManager[list[Process]]) -> Ended
 def example(name: str, processes: int, *options: str, ids: tuple[int, ...] | None = None) -> Ended:
     """Status and output of each process of an example, as a user starts it.
 
-    It is told that there are so many; those of the ids are started, by default all.
+    The example gets the number of processes; those with the ids are started, by default all.
     """
     program = [sys.executable, str(ROOT / "examples" / name)]
     with coordinator() as (address, bound):
@@ -67,12 +67,12 @@ def example(name: str, processes: int, *options: str, ids: tuple[int, ...] | Non
 
 
 def settings() -> dict[str, Any]:
-    """What this process was started with."""
+    """The settings with which this process was started."""
     return json.loads(sys.argv[1])
 
 
 def join(settings: Mapping[str, Any], devices: int = 1, **more: Any) -> None:
-    """Makes this process one of its group, with so many devices of its own."""
+    """Makes this process one of its group, with this number of devices of its own."""
     launcher.die_with_parent()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", devices)
@@ -92,10 +92,10 @@ def say(event: str, **values: Any) -> None:
 
 
 def run(main: Callable[[], None]) -> None:
-    """The program of one process of a group."""
+    """Runs the program of one process of a group."""
     try:
         main()
     except Exception:
-        # At once, since the others wait for this one until it is gone.
+        # Exits at once, since the others wait until this process is gone.
         traceback.print_exc()
         os._exit(1)

@@ -1,4 +1,4 @@
-"""The only use of what jax does not document: a version that moves it is adapted to here."""
+"""The only uses of undocumented jax: a version that moves them is adapted to here."""
 
 from jax._src import dispatch
 
@@ -9,5 +9,5 @@ def programs(jitted) -> int:
 
 
 def forget_failed_callbacks() -> None:
-    """Else jax would report a callback that failed a second time, when the process ends."""
+    """Keeps jax from reporting a failed callback a second time, when the process ends."""
     dispatch.runtime_tokens.clear()

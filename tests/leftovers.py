@@ -1,4 +1,4 @@
-"""What a program that makes networks has left on the machine."""
+"""Finds the remains of a program that makes networks."""
 
 import subprocess
 from pathlib import Path

@@ -17,7 +17,7 @@ def status_of(main, argv):
 
 
 def refused(main, argv, capsys):
-    """The one line in which a program says what is wrong with what it was given."""
+    """The one line in which a program names the error in its input."""
     assert status_of(main, argv) == 2
     message = capsys.readouterr().err.strip()
     assert message
@@ -27,9 +27,9 @@ def refused(main, argv, capsys):
 
 def started(module, *argv):
     """A program in a process of its own; its output and errors can be read."""
-    # Unoptimised machine code compiles fastest, and nothing in the tests is a time.
+    # Unoptimized machine code compiles fastest, and the tests measure no times.
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
-    # Tests that run in the background ignore SIGINT, and what they start would inherit that.
+    # Tests that run in the background ignore SIGINT, and their child processes would inherit that.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return subprocess.Popen(

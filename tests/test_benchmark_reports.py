@@ -1,4 +1,4 @@
-"""What the benchmarks make of files that they did not write: one line, and status 2."""
+"""Files that the benchmarks did not write end them with one line and status 2."""
 
 import copy
 import json
@@ -22,7 +22,7 @@ TIMES = [{"contestant": x, "median_ms": y} for x, y in (("dense (psum)", 20.0), 
 MODEL = ["--params", "1M", "--workers", "4", "--no-programs", "--local"]
 PROGRAMS = {"--validate": (["--validate"], NETWORK)}
 PROGRAMS |= {"--local": (MODEL, {"size": 1000, "times": TIMES})}
-# For every program. Too many brackets end in a RecursionError, which is no ValueError.
+# For every program. Too many brackets raise a RecursionError, which is not a ValueError.
 MALFORMED = {
     "nothing": "",
     "no JSON": "{",
@@ -34,7 +34,7 @@ MALFORMED = {
     "a long number": f"[{5000 * '1'}]",
     "deep lists": 200_000 * "[",
 }
-# What is put in at a place of a good file.
+# Values that replace others in a good file.
 CHANGES = [
     ("--validate", ("settings",), None),
     ("--validate", ("settings", "density"), 2),
@@ -78,7 +78,7 @@ def test_a_file_of_something_else_is_one_line(program, content, tmp_path, capsys
     path = tmp_path / "bad.json"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     message = assert_one_line(program, path, capsys)
-    # What was expected is the file of a program that is named.
+    # The message names the program whose file was expected.
     assert "benchmarks." in message
     assert_one_line(program, tmp_path / "missing.json", capsys)
 

@@ -1,6 +1,6 @@
-"""The data cache of the example: where a sample comes from, a worker's share, and the training.
+"""The data cache of the example: the source of a sample, a worker's share, and the training.
 
-What is cut off, damaged or of something else is never read as an entry.
+Data that are cut off, damaged or foreign are never read as an entry.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ class Numbers(list):
 
 
 class Prepare(list):
-    """Makes ten times the number of it, and lists those that it has made."""
+    """Multiplies the number of a record by ten, and lists the results."""
 
     def __init__(self, factor=10):
         self.identity, self.factor = f"times {factor}", factor
@@ -74,7 +74,7 @@ def opened(tmp_path):
 
 
 def read_all(cache):
-    """What the cache did for all samples, which four threads read."""
+    """The counts of the cache while four threads read all samples."""
     before, shares = Counter(cache.counts), [range(i, len(cache), 4) for i in range(4)]
     with ThreadPoolExecutor(4) as pool:
         for share, found in zip(shares, pool.map(cache.__getitems__, shares)):
@@ -92,7 +92,7 @@ def from_source(count):
     [(None, 60, (60, 60)), (Prepare(), 60, (60, 0)), (None, 5, (170, 170)), (None, 0, (180, 180))],
 )
 def test_an_epoch_is_from_memory_and_another_run_from_disk(opened, samples_of, room, calls):
-    """As far as memory has room: it keeps what it has."""
+    """Memory keeps its samples, as far as it has room."""
     source, limit = Numbers(60), room * SAMPLE_BYTES + 1
     for first, prepared in zip((from_source(60), Counter(disk_hits=60)), calls):
         prepare, disk = Prepare(), opened(stamp(source, samples_of))
@@ -150,7 +150,7 @@ def entry_of(disk, key):
 
 
 def count_of_first(disk, count):
-    """How many of the first entries there are, where those after them must be missing."""
+    """How many of the first entries there are; the entries after them must be missing."""
     found = [disk.get(index) for index in range(count)]
     there = sum(entry is not None for entry in found)
     assert found == [payload(i) if i < there else None for i in range(count)]
@@ -162,7 +162,7 @@ def test_an_entry_that_is_not_as_written_is_fetched_again_and_counted(opened):
     source = Numbers()
     disk = opened(stamp(source))
     read_all(DataCache(source, Prepare(), disk=disk))
-    # The last one gets that of another sample.
+    # The last entry is replaced by another sample's.
     for key, damage in enumerate((*DAMAGES, lambda _: entry_of(disk, 7))):
         sql(disk, SET, damage(entry_of(disk, key)), key)
     again = DataCache(source, Prepare(), disk=disk)
@@ -172,7 +172,7 @@ def test_an_entry_that_is_not_as_written_is_fetched_again_and_counted(opened):
 
 
 def test_entries_of_another_cache_and_what_is_pickled_are_damaged(opened, tmp_path):
-    """Also where somebody has changed the stamp of the file."""
+    """This holds even if the stamp of the file was changed."""
 
     class Malicious:
         def __reduce__(self):
@@ -191,7 +191,7 @@ def test_entries_of_another_cache_and_what_is_pickled_are_damaged(opened, tmp_pa
     assert not (tmp_path / "victim").exists()
 
 
-# It imports nothing but the disk level: the levels above it take seconds.
+# It imports only the disk level: the levels above it take seconds.
 CHILD = f"""
 import os, signal, sys
 from pathlib import Path
@@ -211,7 +211,7 @@ for index in range(100):
 
 
 def test_processes_share_a_folder_and_one_that_is_killed_leaves_whole_entries(opened, tmp_path):
-    """It ends after a row is inserted, and before the transaction is committed."""
+    """It ends after a row is inserted and before the transaction is committed."""
 
     def statuses(*ends):
         program = [sys.executable, "-c", CHILD, str(tmp_path / "cache")]
@@ -242,9 +242,9 @@ def test_a_file_that_is_cut_off_gives_no_wrong_entry(opened, keep, capsys):
     [(10**5, "its limit of 100,000 bytes is reached"), (10**9, "database or disk is full")],
 )
 def test_what_is_full_is_said_once_and_keeps_what_it_has(opened, limit, why, capsys):
-    """By its limit, and by SQLite's error of a full disk, from its own limit of pages.
+    """It is full by its limit, or by SQLite's error of a full disk, from a limit of pages.
 
-    And what can't be read is missing.
+    An entry that can't be read is missing.
     """
     disk = opened(limit=limit)
     disk._entries._sql("PRAGMA max_page_count = 40")

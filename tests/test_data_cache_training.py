@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("default_promotion")
 
 
 def test_a_throttled_source_takes_latency_and_bytes(monkeypatch):
-    """One after another the clock goes on; of three reads at once it stands still."""
+    """The clock advances for successive reads, and stands still for three reads at once."""
     records = [index.to_bytes(3000, "little") for index in range(12)]
     source = type("Records", (list,), {"identity": "records", "names": range(12)})(records)
     for goes_on, expected in ((True, [187.75] * 3), (False, [187.75, 375.25, 562.75])):
@@ -53,7 +53,7 @@ def test_a_folder_of_images_is_its_files_and_classes(tmp_path):
     Image.new("RGB", (12, 10)).save(tmp_path / "bees" / "2.png")
     assert ImageFolder(tmp_path).identity != source.identity
 
-    # One that is gone and one that is no image are named, and nothing is kept.
+    # A missing file and a file that is no image are named, and nothing is kept.
     (tmp_path / "ants" / "0.png").unlink()
     cut_off = tmp_path / "ants" / "1.png"
     cache = DataCache(source, Decode(6))
@@ -70,7 +70,7 @@ def test_a_folder_of_images_is_its_files_and_classes(tmp_path):
 
 
 class Samples(list):
-    """Samples that are their index, and a list of those that were read."""
+    """Samples that hold their index, and a list of the read ones."""
 
     def __init__(self, count):
         super().__init__({"index": np.full(2, index)} for index in range(count))
@@ -92,7 +92,7 @@ def indices(batches):
 
 @pytest.mark.parametrize(("threads", "count"), [(0, 24), (3, 24), (0, 26)])
 def test_a_worker_reads_its_own_share_in_a_new_order_in_each_epoch(threads, count):
-    """Of 26 samples two workers have 9, and all take the steps of the one with 8."""
+    """With 26 samples, two workers have 9, and all take the steps of the one with 8."""
     for worker in range(3):
         samples, share = Samples(count), set(range(worker, count, 3))
         mine = loader(samples, worker=worker, threads=threads)
@@ -143,7 +143,7 @@ def rows(out):
 @pytest.mark.slow
 @pytest.mark.parametrize("holds", ["records", "samples"])
 def test_a_training_from_the_cache_learns_and_says_where_samples_came_from(tmp_path, capsys, holds):
-    """Of 1347 digits each of 4 workers has 336 or 337, and takes 21 batches of 16."""
+    """Each of 4 workers has 336 or 337 of the 1,347 digits, and takes 21 batches of 16."""
     argv = [*QUICK, "--epochs", "4", "--cache", str(tmp_path / "cache"), "--holds", holds]
     assert train_cached.main(argv) == 0
     out, err = capsys.readouterr()
@@ -153,7 +153,7 @@ def test_a_training_from_the_cache_learns_and_says_where_samples_came_from(tmp_p
     assert float(re.search(r"test accuracy (\d+\.\d+)%", out).group(1)) > 80
     places = ("memory hits", "disk hits", "source reads")
     assert [first[place] for place in places] == ["0.0%", "0.0%", "100.0%"]
-    # At most three of the samples are new: those that the first epoch left out.
+    # At most three samples are new, which the first epoch left out.
     assert float(second["memory hits"].rstrip("%")) >= 99.7
     # 8x8 float32 and a label.
     assert first["memory MB"] == f"{1344 * 260 / 1e6:.2f}"

@@ -1,4 +1,4 @@
-"""The files that the examples read, IDX and LIBSVM: what is read, and what is refused in a line."""
+"""The files that the examples read, IDX and LIBSVM: their content, and errors in one line."""
 
 import bz2
 import gzip
@@ -17,7 +17,7 @@ PACKED = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress}
 
 
 def refusal(read, path, *given):
-    """The one line that names the file, or None where it is read."""
+    """The one line that names the file, or None if it is read."""
     message = None
     try:
         read(path, *given)
@@ -130,7 +130,7 @@ def test_a_malformed_libsvm_file_is_one_line_that_names_the_place(text, message,
 
 @pytest.mark.parametrize("suffix", [".gz", ".bz2"])
 def test_of_a_damaged_packed_file_come_the_right_rows_or_none(suffix, tmp_path):
-    """Of flipped bits in the head, the content and the checksums, and of what is cut off."""
+    """Bits are flipped in the head, the content and the checksums, and the end is cut off."""
     *_, text = rows_of(30)
     content, path = PACKED[suffix](text), tmp_path / f"rows{suffix}"
     path.write_bytes(content)
@@ -165,7 +165,7 @@ def test_generated_rows_do_not_depend_on_who_asks():
     assert popularity[0] > 5 * popularity[100:].mean() > 0
     assert matrix.nnz / 600 == pytest.approx(8, rel=0.1)
     assert set(labels) == {-1, 1}
-    # Renumbered one to one, features that come often are not beside each other.
+    # Renumbered one to one, frequent features are not next to each other.
     moved = data.spread_indices(np.arange(3600), 3600)
     np.testing.assert_array_equal(np.sort(moved), np.arange(3600))
     shares = np.histogram(moved[:360], bins=4, range=(0, 3600))[0] / 360

@@ -1,4 +1,4 @@
-"""What the figures of the evidence are drawn from: thresholds, rows, loads, predicted times."""
+"""The data of the evidence's figures: thresholds, rows, loads, predicted times."""
 
 import numpy as np
 import pytest
@@ -52,7 +52,7 @@ def test_kept_times_are_those_of_their_steps(figure, size, workers):
             np.testing.assert_allclose(steps, np.arange(20, 401, 20), rtol=1e-4)
 
 
-# Measures, by hand.
+# Measures checked by hand.
 
 
 def test_thresholds_of_normal_entries_agree():
@@ -60,12 +60,12 @@ def test_thresholds_of_normal_entries_agree():
     exact, gaussian = _recording.thresholds(acc, 0.01)
     assert gaussian == pytest.approx(exact, rel=0.02)
     assert np.sum(np.abs(acc) >= exact) == 2_000
-    # A reused one is that of the first step of its period.
+    # A reused threshold is from the first step of its period.
     assert _selections.reused(np.arange(1.0, 8.0), 3).tolist() == [1, 1, 1, 4, 4, 4, 7]
 
 
 def test_sums_of_rows():
-    # A bias of three, then a matrix of two rows, which are its columns: k = 2 of 4, one of each.
+    # A bias of three, then a matrix whose two columns count as rows: k = 2 of 4, one of each.
     layout = [Leaf("bias", (3,), 0, -1), Leaf(_recording.ROWS_OF, (2, 2), 3, -1)]
     acc = np.array([9, 9, 9, 4, 1, -3, 2], np.float32)
     found = [rows.tolist() for rows in _recording.row_sums(acc, layout, 0.5)]
@@ -85,5 +85,5 @@ def test_each_index_has_one_owner_and_balanced_regions_even_out_what_equal_ones_
     assert counts["equal"].tolist() == [40, 0, 0, 0]
     assert counts["balanced"].max() <= 12
     assert counts["hashed"].tolist() == [10, 10, 10, 10]
-    # What a worker has of its own region stays there.
+    # A worker's entries of its own region stay there.
     assert _selections.load("reduce", *step, owners["equal"]).tolist() == [30, 0, 0, 0]

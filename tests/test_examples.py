@@ -1,6 +1,6 @@
-"""Each example that a reader would copy runs as it stands, with fewer steps.
+"""Each example that a reader would copy runs as it is, with fewer steps.
 
-The demo, train_digits.py, reports of runs that are made up, and of real ones.
+The demo, train_digits.py, reports on made-up runs and on real ones.
 """
 
 import json
@@ -33,7 +33,7 @@ NUMBER = r"\d[\d,]*(?:\.\d+)?"
 
 
 def numbers(pattern, text):
-    """What the one group of the pattern matches, wherever it does."""
+    """The numbers that the pattern's one group matches."""
     return [float(x.replace(",", "")) for x in re.findall(pattern, text)]
 
 
@@ -73,7 +73,7 @@ def test_a_language_model_learns_a_text_of_ones_own(capsys, tmp_path):
     out = printed(capsys, train_text.main, f"{options} --steps 150 --report 1")
     losses = numbers(r"loss ([\d.]+), ", out)
     assert len(losses) == 150
-    assert losses[0] > 4  # near log(128): nothing is known of the text yet
+    assert losses[0] > 4  # near log(128), the loss before any training
     # The frequencies of the characters alone give 2.7.
     assert numbers(r"held-out loss ([\d.]+)", out)[0] < 1.5
 
@@ -95,7 +95,7 @@ def test_nothing_that_waits_is_lost_with_other_workers(capsys, tmp_path):
         map(float, line) for line in re.findall(r"(\d) workers: loss from (\S+) to (\S+)", out)
     )
     assert (old, new) == (8, 4)
-    # It goes on where it was, and not from the start.
+    # It continues from the checkpoint, and not from the start.
     assert end < again < first
     assert again < 1.5 * last
     before, after = numbers(r"([\d.]+)(?:,|;) ", out.split("have magnitude")[1])
@@ -115,11 +115,11 @@ def test_the_program_for_several_processes_runs_in_one(capsys):
     assert losses[-1] < 0.7 * losses[0]
 
 
-# Settings of the notebook's plots are not those of other tests.
+# The settings of the notebook's plots do not change other tests.
 @plt.rc_context()
 @pytest.mark.slow
 def test_the_notebook_runs_and_prints_what_it_shows(capsys):
-    """From top to bottom, in one namespace, as a kernel runs it."""
+    """It runs from top to bottom in one namespace, as in a kernel."""
     cells = json.loads((EXAMPLES / "one_step.ipynb").read_text())["cells"]
     cells = [cell for cell in cells if cell["cell_type"] == "code"]
     sources = ["".join(cell["source"]) for cell in cells]
@@ -130,14 +130,14 @@ def test_the_notebook_runs_and_prints_what_it_shows(capsys):
         now = capsys.readouterr().out
         shown = "".join(line for output in cell["outputs"] for line in output.get("text", []))
         assert re.sub(NUMBER, "N", now) == re.sub(NUMBER, "N", shown)
-        # Another version of jax or of its compiler rounds otherwise.
+        # Another version of jax or of its compiler rounds differently.
         assert numbers(f"({NUMBER})", now) == pytest.approx(numbers(f"({NUMBER})", shown), 0.15)
         images = [x["data"]["image/png"] for x in cell["outputs"] if "data" in x]
         assert len(images) == len(plt.get_fignums())
         figures += len(images)
         plt.close("all")
     assert figures == 2
-    # Nothing is lost in the one step, and over many steps the residual is what makes the loss.
+    # Nothing is lost in the one step, and over many steps the residual lowers the loss.
     np.testing.assert_allclose(names["before"], names["after"], atol=1e-5)
     dense, kept, forgotten = (losses[-20:].mean() for losses, _ in names["runs"].values())
     assert dense < kept < 2 * dense
@@ -156,7 +156,7 @@ STEPS, WORKERS, SIZE, IMAGES = 50, 4, 1000, 200
 
 
 def made_up(above, share):
-    """A run of so many words, whose losses are so far above the dense one's."""
+    """A run with this share of the words, whose losses are this far above the dense run's."""
     random = np.random.default_rng(0)
     noise = random.standard_normal(IMAGES)
     over = np.geomspace(2.0, 0.4, STEPS) + above
@@ -171,7 +171,7 @@ def made_up(above, share):
         overflow=np.zeros((STEPS, WORKERS)),
         held_out=HeldOut(
             {at: float(over[at - 1]) for at in (1, 10, STEPS)},
-            # What the images have in common is much more than the difference.
+            # The noise that all runs share is much larger than their difference.
             0.4 + above + noise + 0.01 * random.standard_normal(IMAGES),
             (noise < 1 - above).astype(float),
         ),
@@ -232,7 +232,7 @@ SGD = ["--optimizer", "sgd", "--density", "0.02", "--noise", "0"]
 
 @pytest.fixture(scope="module")
 def three_seeds(tmp_path_factory):
-    """What the program writes of three seeds, by SGD."""
+    """The program's results for three seeds, with SGD."""
     folder = tmp_path_factory.mktemp("seeds")
     files = [folder / f"{seed}.json" for seed in range(3)]
     for seed, file in enumerate(files):
@@ -244,7 +244,7 @@ def three_seeds(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("codec", ["narrow8", "qsgd4"])
 def test_digits_with_the_fewest_bits_is_within_a_point_of_raw(codec, three_seeds):
-    """Of two seeds: one test image is 0.22 points, and seeds differ by two of them."""
+    """The mean of two seeds: one test image is 0.22 points, and seeds differ by two of them."""
     data, mesh = train_digits.digits(), train_digits.start_workers(8)
     differences = []
     for seed in range(2):
@@ -268,7 +268,7 @@ def test_digits_is_within_a_point_of_dense_over_three_seeds(three_seeds):
 
 @pytest.mark.slow
 def test_digits_reports_what_was_sent_and_what_a_sparse_step_in_front_of_adam_costs(tmp_path):
-    """In few words, and on held-out images: more than by `sparse_adamw`, and neither is chance."""
+    """On held-out images it costs more than `sparse_adamw`; neither cost is chance."""
     figure, numbers = tmp_path / "sub" / "out.png", tmp_path / "numbers.json"
     assert train_digits.main(["--out", str(figure), "--json", str(numbers)]) == 0
     assert list(figure.parent.iterdir()) == [figure]

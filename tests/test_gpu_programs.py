@@ -1,4 +1,4 @@
-"""Programs for GPUs: what was recorded of them, and the program that times them, on the CPU."""
+"""Programs for GPUs: their recorded counts, and the program that times them, on the CPU."""
 
 import importlib.util
 import json
@@ -106,7 +106,7 @@ def test_it_times_selection_step_and_simulated_workers(tmp_path, capsys):
     for row in found["rows"]:
         low, high = row["quartiles_ms"]
         assert 0 < row["min_ms"] <= low <= row["median_ms"] <= high
-        # A program for CPUs says nothing of launches.
+        # A program for CPUs has no launches.
         assert row["launches"] is None
     assert "COMPUTED, not measured" in capsys.readouterr().out
     # 2 * 14.7M * 4 bytes * 7/8 are 102.9 MB.
@@ -132,7 +132,7 @@ def test_one_that_fails_does_not_end_the_rest():
     made["selection", "good"] = lambda: _contestants.stateless(jnp.abs, data)
     copy = _contestants.stateless(jnp.copy, data)
     timings.measure(copy, made, 2, time.monotonic() + 60, lambda x: kept.append(json.dumps(x)))
-    # Whatever comes after the first, this is kept.
+    # The first report is kept, whatever follows.
     first, *_, last = map(json.loads, kept)
     assert first["failed"] == {"selection: bad": "out of memory"}
     assert not first["finished"]

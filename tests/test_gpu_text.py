@@ -1,4 +1,4 @@
-"""The gauge of programs for GPUs: what it reads from XLA's text."""
+"""The counts of launches and bytes of GPU programs, read from XLA's text."""
 
 from pathlib import Path
 
@@ -11,13 +11,13 @@ from benchmarks.gpu._paths import Cost, collectives, heaviest, lightest
 
 
 def cost(launches=0, both=0, **more):
-    """What touches as many bytes as it moves."""
+    """A cost with as many touched as moved bytes."""
     return Cost(launches=launches, touched=both, moved=both, **more)
 
 
 # Programs as XLA prints them. A loop's body has two kernels over 4 float32, each of which reads 16
-# bytes and writes 16. Of the branches one has a kernel of 2 kB, the other two of a few bytes and a
-# collective. What is fused has 4096 entries, of which some bodies read or change only a part.
+# bytes and writes 16. One branch has a kernel of 2 kB, the other one two kernels of a few bytes and
+# a collective. Fusions have 4,096 entries, and some bodies read or change only a part of them.
 TEXTS = {path.stem: path.read_text() for path in Path(__file__).with_name("gpu_text").iterdir()}
 LOOPS, BRANCHES, FUSED = (TEXTS[name] for name in ("loops", "branches", "fused"))
 
@@ -30,16 +30,16 @@ KINDS = {
 
 N, WHOLE, FEW, SECTORS = "f32[4096]", 4 * 4096, 4 * 8, 32 * 8
 
-# What a fusion gives, its body, and the bytes that it moves.
+# The type of a fusion's result, its body, and the bytes that it moves.
 MOVED = [
     (N, f"ROOT %r = {N} add(%p, %q)", 3 * WHOLE),
-    # A gather reads sectors, and all of its indices; of a sum it reads both.
+    # A gather reads sectors, and all of its indices; for a sum it reads both operands.
     ("f32[8]", "ROOT %r = f32[8]{0} gather(%p, %i), slice_sizes={1}", SECTORS + 2 * FEW),
     ("f32[8]", f"%s = {N} add(%p, %q)\n  ROOT %r = f32[8] gather(%s, %i)", 2 * SECTORS + 2 * FEW),
     ("f32[8]", "ROOT %r = f32[8]{0} slice(%p), slice={[0:8]}", 2 * FEW),
-    # What is reduced is read as a whole.
+    # The operand of a reduction is read as a whole.
     ("f32[]", "%z = f32[] constant(0)\n  ROOT %r = f32[] reduce(%p, %z)", WHOLE + 4),
-    # A scatter in place, also through another shape, and into what is made in the same launch.
+    # A scatter in place, also through another shape, and into a result of the same launch.
     (N, f"ROOT %r = {N} scatter(%p, %i, %u), to_apply=%add", 2 * SECTORS + 2 * FEW),
     (
         "f32[1,4096]",
@@ -50,7 +50,7 @@ MOVED = [
     ),
     (N, f"%s = {N} add(%p, %q)\n  ROOT %r = {N} scatter(%s, %i, %u)", 3 * WHOLE + 2 * FEW),
     (N, f"ROOT %r = {N} dynamic-update-slice(%p, %u, %i)", 3 * FEW),
-    # Several results, and an operand that two of them read is counted once.
+    # Several results; an operand that two of them read is counted once.
     (
         "(f32[4096], f32[8])",
         """%s = f32[4096]{0} negate(%p)
@@ -73,7 +73,7 @@ def test_bytes_of_shapes():
 def test_a_loop_of_known_length_is_multiplied_out():
     found = parse(LOOPS.replace("TRIPS", KNOWN))
     assert lightest(found) == heaviest(found) == cost(10, 320)
-    # No turn, or one.
+    # No iteration, or one.
     found = parse(LOOPS.replace("TRIPS", ""))
     assert (lightest(found), heaviest(found)) == (cost(waits=1), cost(2, 64, waits=1))
 
@@ -110,7 +110,7 @@ ENTRY %main (x: u32[9000]) -> u32[9000] {
 def test_of_a_conditional_the_branch_with_fewest_launches(which):
     found = parse(BRANCHES.replace("WHICH", which).replace("COMPUTATIONS", KINDS[which]))
     assert lightest(found) == cost(1, 2048, waits=1)
-    # The most of each number, though no branch has them all.
+    # The maximum of each number, though no branch has all of them.
     assert heaviest(found) == cost(2, 2048, waits=1, collectives=1)
     assert collectives(found) == 1
 

@@ -1,4 +1,4 @@
-"""Loss against steps and against seconds: what is trained, kept and shown."""
+"""Loss against steps and against seconds: trainings, stored runs and tables."""
 
 import contextlib
 import json
@@ -32,7 +32,7 @@ def text(tmp_path):
 
 @pytest.fixture
 def of_steps(monkeypatch):
-    """A training whose result depends on the rate, in place of the real one; its labels."""
+    """A fake training whose result depends on the learning rate; returns its labels."""
     labels = []
 
     def train(task, variant, *, steps, seeds, label, **_):
@@ -48,7 +48,7 @@ def of_steps(monkeypatch):
 
 
 def row_of(table, name):
-    """The cells of a line, those of a list one by one; the name may have spaces in it."""
+    """The cells of a line, with lists split; the name may contain spaces."""
     line = next(line for line in table.splitlines() if line.startswith(f"{name}  "))
     return [name, *line.removeprefix(name).replace(",", "").split()]
 
@@ -64,7 +64,7 @@ def without_links(monkeypatch, program, group_of):
 
 @pytest.fixture
 def of_seconds(monkeypatch):
-    """Runs whose end depends on the rate, in place of real ones; what was run."""
+    """Fake runs whose end depends on the learning rate; returns a list of them."""
     made = []
 
     def train(group, args, case, rate, seed):
@@ -85,12 +85,12 @@ def test_runs_of_steps_are_kept_and_not_made_again(tmp_path, text, of_steps, cap
     arguments += ["--rates", "0.01", "0.05", "--seeds", "2"]
     assert steps.main(arguments) == 0
     table = capsys.readouterr().out
-    # Both rates from seed 0, and the better one from seed 1, of both.
+    # Both learning rates with seed 0, and the better one with seed 1, for both contestants.
     assert of_steps == [
         f"{name} at {rate}" for name in (DENSE, "sparse_adamw") for rate in (0.01, 0.05, 0.05)
     ]
     assert row_of(table, "sparse_adamw")[:4] == ["sparse_adamw", "2", "0.05", "2"]
-    # A line that was cut off is made again, and no other.
+    # Only the run whose line was cut off is made again.
     lines = runs.read_text().splitlines(keepends=True)
     assert [json.loads(line)["seed"] for line in lines] == [0, 0, 1] * 2
     runs.write_text("".join(lines[:-1]) + lines[-1][:20])
@@ -101,7 +101,7 @@ def test_runs_of_steps_are_kept_and_not_made_again(tmp_path, text, of_steps, cap
     assert capsys.readouterr().out == table
     assert steps.main([*arguments, "--steps", "5", "--show"]) == 0
     assert capsys.readouterr().out.endswith("nothing\n")
-    # A dense run is the same for every share: both rates and the seed of the other one are new.
+    # A dense run is the same for every share; only the runs of `sparse_adamw` are new.
     assert steps.main([*arguments, "--share", "0.1"]) == 0
     assert of_steps[7:] == [f"sparse_adamw at {rate}" for rate in (0.01, 0.05, 0.05)]
 
@@ -130,7 +130,7 @@ def test_rounds_are_trained_and_drawn_against_bytes(given, name, tmp_path, text,
 def test_the_words_of_dense_rounds_are_those_of_an_exchange_over_their_steps(text, capsys):
     argv = [*SMALL, *text, "--rates", "0.01", "--seeds", "1", "--only", DENSE]
     assert steps.main([*argv, "--options", "optimizer=diloco", "every=4"]) == 0
-    # 2 n (P-1)/P in four steps, beside k (P-1)/P for k = n / 100.
+    # 2 n (P-1)/P in four steps, in units of k (P-1)/P for k = n / 100.
     words = float(row_of(capsys.readouterr().out, "diloco every=4")[-1])
     assert words == pytest.approx(200 / 4, rel=1e-3)
 
@@ -150,7 +150,7 @@ def test_runs_over_links_are_kept_and_not_made_again(tmp_path, of_seconds, capsy
     ]
     table = capsys.readouterr().out
     assert "words, n = 1,000, P = 4, 1gbit, 10 s" in table
-    # From 3.5 after 5 s to 2.005 in the mean after 10 s: at 3.005, dense's end, after 6.66 s.
+    # The mean goes from 3.5 after 5 s to 2.005 after 10 s: it is 3.005, dense's end, after 6.66 s.
     numbers = ["0.01", "2", "2.005", "0.007071", "-33.28", "6.656", "100", "100", "150", "0.5"]
     assert row_of(table, "sparse_adamw gain=2")[1:] == [*numbers, "100"]
     assert figure.read_bytes().startswith(b"\x89PNG")
@@ -168,7 +168,7 @@ def test_neighbours_are_contestants_with_a_name_of_their_own(tmp_path, text, of_
     name = "sparse_adamw b2=0.999 gain=2"
     assert of_steps == [f"{each} at 0.05" for each in (DENSE, name) for _ in range(2)]
     assert figure.read_bytes().startswith(b"\x89PNG")
-    # In another order it is the same; and what is in the file is shown without being named.
+    # Another order gives the same run, and `--show` also lists stored runs that are not named.
     assert steps.main([*arguments, "--options", "b2=0.999", "gain=2"]) == 0
     assert len(of_steps) == 4
     capsys.readouterr()
@@ -198,8 +198,8 @@ def test_each_task_learns(task, text, capsys):
     arguments += [*text, "--only", "sparse_adamw"] if task == "text" else ["--only", DENSE]
     assert steps.main([*arguments, "--rates", "0.02", "--seeds", "1"]) == 0
     value = float(capsys.readouterr().out.splitlines()[-1].split()[4])
-    # From the logarithms of the alphabet (29 in the short text) and of the vocabulary, and of a
-    # tenth right.
+    # It starts at the logarithm of the alphabet (29 in the short text) or of the vocabulary, and at
+    # 10 % accuracy.
     least = {"text": 2.9, "lstm": 3.8, "words": 7}
     assert value > 50 if task == "images-adamw" else value < least[task]
 
@@ -251,7 +251,7 @@ def test_steps_take_the_budget_and_no_more(guess, drift):
     assert abs(curve.seconds[-1] - 60) < 0.1
     np.testing.assert_allclose(curve.seconds, [0, 15, 30, 45, 60], atol=0.1)
     assert curve.values == measured == curve.steps
-    # The shares are those of the time, and the last step begins when the budget is almost spent.
+    # The shares are shares of the time; the last step begins when the budget is almost spent.
     assert seen[0] == 0
     assert 0.99 < seen[-1] < 1
     assert np.abs(np.diff(seen)).max() < 0.02
@@ -275,7 +275,7 @@ def test_pytorch_has_the_same_networks():
         found.backward()
         np.testing.assert_allclose(found.item(), value, rtol=1e-5)
         for leaf, expected in zip(given, jax.tree.leaves(gradients), strict=True):
-            # Sums of float32 in another order; entries that cancel have no digits of their own.
+            # Sums of float32 in another order; entries that cancel have no exact digits.
             largest = float(np.abs(expected).max())
             np.testing.assert_allclose(leaf.grad, expected, rtol=1e-4, atol=1e-5 * largest)
 
@@ -296,7 +296,7 @@ def test_a_round_is_as_slow_as_its_slowest_worker(monkeypatch, capsys, tmp_path)
     assert step_times.main([*arguments, "--json", str(tmp_path / "times.json")]) == 0
     assert not any(times.values())
     table = capsys.readouterr().out
-    # Of an exchange of 6 and of 4 seconds, half costs no time; half as much again is added.
+    # Buckets hide 50 % of the exchange of 6 seconds, and add 50 % to the exchange of 4 seconds.
     numbers = ["7500", "1.2", "0.8", "1.6", "0", "-0.5", "0.5"]
     assert row_of(table, "dense, 4 buckets")[1:] == numbers
     assert row_of(table, "nothing exchanged")[1:] == ["3000", "3", "2", "4", "-"]

@@ -72,7 +72,7 @@ def test_one_batch_of_all_rows_is_gradient_descent(model):
 
 
 def test_every_row_counts_as_much_also_in_a_short_batch():
-    """Steps too small for the order to matter add up to one step of the whole gradient."""
+    """Steps that are too small for the order to matter add up to one step of the whole gradient."""
     matrix, labels = problem()
     group = workers.on_devices(2)
     made = sgd.make(data.of_matrix("some", matrix, labels), group, 14)
@@ -105,7 +105,7 @@ def test_no_exchange_loses_anything_and_what_finds_no_slot_is_an_error(count, sh
         found = trained(made, group, name)
         np.testing.assert_allclose(found.run.objectives, dense.run.objectives, rtol=1e-5)
         np.testing.assert_allclose(found.weights, dense.weights, rtol=1e-5, atol=1e-6)
-        # But for sums that are 0.
+        # Except for sums that are 0.
         assert found.run.delivered == pytest.approx(dense.run.delivered, abs=1)
     if count == 3:
         short = made._replace(fit=made.fit._replace(union=made.fit.union // 2))
@@ -175,7 +175,7 @@ def written(folder, *argv):
 def solved(matrix, labels, model, ridge):
     """The objective that scikit-learn's solver finds."""
     matrix = matrix.astype(np.float64)
-    # scikit-learn minimises |w|^2 / 2 + C * sum(loss).
+    # scikit-learn minimizes |w|^2 / 2 + C * sum(loss).
     given = {"C": 1 / (ridge * len(labels)), "fit_intercept": False, "tol": 1e-7}
     if model == "logistic":
         solver = LogisticRegression(**given, max_iter=10_000)
@@ -206,7 +206,7 @@ def test_a_file_is_trained_on_to_the_objective_of_a_solver(given, tmp_path):
 
 
 def in_processes(count, argv):
-    """The statuses of so many processes that have joined, and what each says."""
+    """The statuses and outputs of this number of joined processes."""
     program = [sys.executable, "-m", "examples.linear_models", *argv, "--workers", str(count)]
     with coordinator() as (address, bound):
         joined = [[*program, "--join", address, str(number)] for number in range(count)]

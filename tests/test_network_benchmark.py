@@ -26,7 +26,7 @@ def test_shapes_have_exactly_the_entries_asked_for(shapes, size):
     made = _problem.SHAPES[shapes](size)
     assert sum(math.prod(shape) for shape in made) == size
     if shapes != "flat" and size >= 10**6:
-        # What PowerSGD can't compress would decide what it sends.
+        # Otherwise leaves that PowerSGD can't compress would dominate its traffic.
         assert sum(shape[0] for shape in made if len(shape) == 1) < 0.01 * size
 
 
@@ -66,7 +66,7 @@ def validation_report(step):
 def test_validation_adds_the_local_step_latency_and_bandwidth(tmp_path):
     # A psum of 1e6 floats by 4 workers: 4 messages, and 1.5e6 words of 4 bytes at 125 MB/s.
     model = 0.25 + 4 * 1e-3 + 1.5e6 * 4 / 125e6
-    # Neither DDP, nor what has no local step, is in the model.
+    # The model has neither DDP nor methods without a local step.
     file = tmp_path / "network.json"
     file.write_text(json.dumps(validation_report(model / 1.5)))
     (row,) = scaling.validate(file)

@@ -1,4 +1,4 @@
-"""The benchmarks over real links: what they measure, and that they leave nothing behind."""
+"""The benchmarks over real links: their measurements, and that they clean up."""
 
 import json
 import os
@@ -21,7 +21,7 @@ QUICK = ("--workers", "2", "--quick", "--methods", "dense", "--no-breakdown")
 
 
 def ended(module, *argv):
-    """What a program prints that ends well and leaves no network."""
+    """The output of a program, which must end well and leave no network."""
     running = started(module, *argv)
     printed, errors = running.communicate()
     assert running.returncode == 0, errors
@@ -33,7 +33,7 @@ def ended(module, *argv):
 @pytest.mark.usefixtures("usable")
 def test_a_run_measures_the_bytes_that_the_library_predicts(tmp_path):
     file, figure = tmp_path / "network.json", tmp_path / "network.png"
-    # So large that what Gloo adds to each message is little beside it.
+    # So large that Gloo's overhead in each message is small.
     argv = ["--quick", "--params", "400000", "--density", "0.05", "--link", "100mbit"]
     argv += ["--methods", "ok_topk", "topk_a", "--json", str(file), "--plot", str(figure)]
     ended("benchmarks.network.run", "--workers", "2", *argv)
@@ -65,7 +65,7 @@ def test_a_run_learns_and_sends_what_it_should(tmp_path):
         assert curve["values"][-1] < curve["values"][0] - 0.1, name
         assert len(curve["seconds"]) == len(curve["steps"]) == 3
         assert name in printed
-    # Half the bits are half the bytes, and what is around each message.
+    # Half the bits are half the bytes, plus the overhead of each message.
     size = found["dense"]["curve"]["size"]
     assert 4 * size < found["dense"]["received"] < 4.4 * size
     assert 2 * size < found["dense, float16"]["received"] < 2.4 * size
@@ -102,7 +102,7 @@ def test_epochs_of_linear_models_measure_what_is_sent(method, tmp_path):
 )
 def test_an_interrupted_run_leaves_nothing(program, number):
     running = started(*program)
-    # What it says first is said in the network.
+    # Its first line is printed inside the network.
     assert running.stderr.readline()
     assert left_by(running.pid)
     running.send_signal(number)
@@ -148,7 +148,7 @@ print(time.monotonic() - begun)
 
 @pytest.mark.usefixtures("usable")
 def test_a_link_with_a_delay_holds_every_frame_and_one_without_does_not_need_it():
-    """A connection, a byte, and the same byte: two ways there and back."""
+    """A connection, a byte, and its echo: two round trips."""
     python = [sys.executable, "-c"]
     with namespaces.network(2) as hosts:
         for link, at_least in (("100mbit+40ms", 0.16), ("none+20ms", 0.08), ("100mbit", 0.0)):

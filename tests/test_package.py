@@ -35,7 +35,7 @@ SLOW = (
 SLOW = tuple(f".{name}" for name in SLOW.split())
 
 
-# They are written as users write, to whom JAX promotes.
+# They are written as users write, with JAX's promotion.
 @pytest.mark.usefixtures("default_promotion")
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=pytest.mark.slow if x.endswith(SLOW) else ()) for x in modules()]
@@ -52,7 +52,7 @@ def test_the_oldest_versions_that_are_tested_are_the_stated_minimums():
     assert {name: Version(x) for name, x in pinned} == {x: Version(y) for x, y in minimums.items()}
 
 
-# Those that the examples and the logging need, and that users may not have.
+# Packages that the examples and the logging need, and that users may not have.
 OPTIONAL = "diskcache flax grain matplotlib mpi4jax mpi4py orbax pandas PIL rich scipy sklearn"
 OPTIONAL += " tensorboardX"
 
@@ -85,7 +85,7 @@ jax.config.update("jax_num_cpu_devices", 3)  # an error once a backend has start
 
 def test_the_citation_is_complete_and_of_this_version():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    # What the schema of the format requires.
+    # The fields that the format's schema requires.
     assert citation["cff-version"] == "1.2.0"
     assert citation["message"]
     assert citation["title"].startswith(PROJECT["name"])
@@ -103,7 +103,7 @@ def test_the_citation_is_complete_and_of_this_version():
     assert (str(date) if date else None) == (released[1] if released else None)
 
 
-# Parts import from those above them in the tree of the page, and never from below.
+# Parts import from parts above them in the tree of the page, and never from parts below.
 
 
 def levels(package):
@@ -133,7 +133,7 @@ def test_every_part_stands_in_the_tree_and_imports_go_one_way(package):
             continue
         parts.add(here)
         for part in imported(file.read_text(), package):
-            # What the package itself exports is of no line.
+            # The exports of the package itself have no line.
             assert level.get(part, -1) <= level[here], f"{file} imports {part}"
     assert parts == set(level)
 

@@ -14,7 +14,7 @@ from benchmarks.local import passes
 
 RECORDED = ROOT / "benchmarks" / "local" / "passes.json"
 
-# A loop of three turns, one of unknown length, and a conditional of two branches.
+# A loop of three iterations, one of unknown length, and a conditional of two branches.
 TEXT = """
 HloModule m
 
@@ -44,7 +44,7 @@ ENTRY %main (a: f32[8], b: pred[]) -> f32[8] {
 
 def test_loops_count_by_their_turns_and_conditionals_by_the_heavier_branch():
     counted = [count for _, count in passes.moved(parse(TEXT))]
-    # Read and written: in three turns, and once in the branch.
+    # Read and written in three iterations, and once in the branch.
     assert sum(counted) == (3 + 1) * 2 * 4 * 8
 
 
@@ -61,8 +61,8 @@ def check(*more):
     recorded = json.loads(RECORDED.read_text(encoding="utf-8"))
     if recorded["jax"] != jax.__version__:
         pytest.skip(f"recorded with jax {recorded['jax']}, whose compiler is another one")
-    # A process of its own, without the flags and the cache of the tests: what is fused is the same
-    # however much is optimised behind it.
+    # A process of its own, without the flags and the cache of the tests: fusions are the same at
+    # any level of later optimization.
     kept = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
     kept["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
     command = [sys.executable, "-m", "benchmarks.local.passes", "--check", str(RECORDED), *more]

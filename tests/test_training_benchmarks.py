@@ -1,4 +1,4 @@
-"""benchmarks.training: what is measured of recorded trainings, by hand, and whole runs in small."""
+"""benchmarks.training: measures of recorded trainings, by hand, and small complete runs."""
 
 import json
 
@@ -33,7 +33,7 @@ LAYOUT = [
     ("selected", "missing"),
     [
         ([0, 2], [1, 3, 1]),
-        # Entries 6 and 9 are of the first column, 11 is of the last.
+        # Entries 6 and 9 are in the first column, and 11 is in the last.
         ([6, 9, 11], [2, 1, 1]),
         # Padding.
         ([16, 16], [2, 3, 1]),
@@ -46,7 +46,7 @@ def test_missing_rows(selected, missing):
 def test_the_two_plain_selections():
     x = np.zeros(16, np.float32)
     x[[0, 1, 7, 12]] = [-9, 8, 7, 0.5]
-    # k is 3 of 16 at once, and 1 of 6, 1 of 6 and 1 of 4.
+    # k is 3 of 16 globally, and 1 of 6, 1 of 6 and 1 of 4 by layer.
     assert sorted(_measures.largest(x, 0.2)) == [0, 1, 7]
     assert sorted(_measures.layer_selection(x, LAYOUT, 0.2)) == [0, 7, 12]
     # Zeros are never selected.
@@ -65,7 +65,7 @@ def test_uniform_selections_are_near_the_formula():
 
 
 def test_predictions_of_unions_that_follow_the_model():
-    # Uniform among half of the places: every number of workers predicts the same.
+    # Uniform over half of the places: every number of workers predicts the same.
     size, k = 1000, 10
     growth = np.array([500 * (1 - (1 - k / 500) ** p) / size for p in range(1, 9)])
     common = {"size": size, "k": k, "uniform": 0.0}
@@ -116,7 +116,7 @@ def test_hashed_regions_lose_nothing_where_each_worker_has_its_own(tmp_path):
     assert rows["hashed"]["missing"] < 0.1 < rows["balanced"]["missing"]
 
 
-# Programs of which nothing else is run in the tests. `compile_time` takes a Python of its own.
+# Programs that no other test runs. `compile_time` takes a Python of its own.
 SMALL = [
     (flush_cost, "--steps 4 --seeds 1"),
     (paper_counts, "--tasks images --workers 2 --steps 40 --seeds 1"),

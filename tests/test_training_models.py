@@ -49,7 +49,7 @@ def test_dense_training_is_that_of_one_worker(line, workers):
             expected[step + 1] = slope
         assert curve.steps == [0, 2, 4, 5]
         np.testing.assert_allclose(curve.values, [expected[i] for i in curve.steps], rtol=1e-5)
-        # Of the one parameter, as a mean over the steps.
+        # The words of the one parameter, as a mean over the steps.
         assert curve.words == pytest.approx(2 * (workers - 1) / workers)
 
 
@@ -106,7 +106,7 @@ def test_the_network_of_words_has_sparse_gradients_and_an_exact_loss():
     used = np.unique(tokens[:, :-1])
     rows = np.flatnonzero(np.abs(gradient["embedding"]).sum(1))
     np.testing.assert_array_equal(rows, used)
-    # Only groups of what is to be found.
+    # Only groups of the target words.
     groups = np.flatnonzero(np.abs(gradient["members"]).sum((1, 2)))
     assert set(groups) == set(tokens[:, _text_models.BEFORE :].ravel() // _text_models.MEMBERS)
     # The loss by hand: the probabilities of all words add up to one.
@@ -128,7 +128,7 @@ def test_words_are_numbered_by_how_frequent_they_are():
     text = "The cat, the dog; the cat's THE " * 30
     task = _small_tasks.word_task(text, windows=64, width=2)
     inputs, labels = task.batch_of(np.array([0]))
-    # "the" is the first; "," and ";" are words; "cat's" is one, too.
+    # "the" has number 0; ",", ";" and "cat's" are words.
     np.testing.assert_array_equal(inputs[0, 1:], labels[0, :-1])
     assert inputs[0, [0, 3, 6, 8]].tolist() == [0, 0, 0, 0]
     assert len(set(inputs[0, :8].tolist())) == 6

@@ -1,4 +1,4 @@
-"""The command lines of all programs: what is wrong is one line, and status 2."""
+"""The command lines of all programs: an error is one line and status 2."""
 
 import importlib
 import re
@@ -11,7 +11,7 @@ from tests.programs import refused
 
 pytestmark = pytest.mark.usefixtures("default_promotion")
 
-# Several names in one string; those of benchmarks are relative to their package.
+# Several names in one string; the names of benchmarks are relative to their package.
 LINEAR, MULTIHOST = "examples.linear_models.__main__", "train_multihost"
 BOTH = ".learning.steps .learning.time"
 LOCAL = ".local.compile_time .local.data_cache .local.partitioned_norms .local.state_memory"
@@ -20,7 +20,7 @@ DRAWING = f"{RECORDING} .training.paper_counts .local.select_speed"
 DRAWING += " .network.run .network.scaling .network.traffic"
 REPORTING = f"{DRAWING} {LOCAL} .local.step_cost .training.flush_cost .training.regions"
 
-# Programs, and options of which one line says what is wrong; in the second table also how.
+# Programs and their wrong options; the second table also has the messages.
 REFUSED = [
     (REPORTING, "--json no-such-folder/numbers.json; --json ."),
     (DRAWING, "--plot no-such-folder/plot.png"),
@@ -134,7 +134,7 @@ SPREAD = [(name, *rest) for programs, *rest in CASES for name in programs.split(
 
 @pytest.mark.parametrize(("program", "options", "message"), SPREAD)
 def test_wrong_options_are_one_line(program, options, message, monkeypatch, capsys):
-    """Variables of the environment stand in front of the options, as in a shell."""
+    """Environment variables are written before the options, as in a shell."""
     for name in (*_processes.COUNTS, *_processes.IDS, *_processes.DETECTED):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.delenv("JAX_COORDINATOR_ADDRESS", raising=False)

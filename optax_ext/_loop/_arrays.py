@@ -1,14 +1,14 @@
-"""The arrays of a loop: those that a step returned, that share a buffer, that wait.
+"""The arrays of a loop: those that a step returned, that share a buffer, or that are pending.
 
-Tied weights, one array of zeros for two leaves, or parameters that are in the batch, too: XLA ends
-the process where a buffer that is donated has another use. ``jax.device_put`` of one array makes
-others that share its buffer on one device, so that identity alone does not tell.
+XLA ends the process if a donated buffer has another use: with tied weights, with one array of zeros
+for two leaves, or with parameters that are also in the batch. ``jax.device_put`` of an array can
+return another one that shares its buffer on one device, so identity alone does not show it.
 
 A call of a jitted step returns before it is computed, so a loop that never waits
-queues steps without end. On CPU each device runs what is queued in a thread pool that all
+queues steps without end. On CPU each device runs its queued work in a thread pool that all
 of them share. With more devices than cores some reach a collective long after others, and
 XLA ends the process when that takes 40 seconds. Nothing of this is special to sparse
-allreduces; a loop of one's own does what :class:`Queue` does, or waits for the loss of
+allreduces. In your own loop, do what :class:`Queue` does, or wait for the loss of
 each step with ``jax.block_until_ready``.
 """
 
@@ -25,28 +25,28 @@ from sparse_collectives import _validation
 
 
 class Returned:
-    """The arrays that a step returned, by weak references, and where they are.
+    """The arrays that a step returned, by weak references, and their placement.
 
-    They are where they belong, and each has a buffer of its own.
+    They are in their places, and each has a buffer of its own.
 
     Args:
-      params: the parameters that it returned.
-      opt_state: the optimizer state.
-      places: where these are.
+      params: the returned parameters.
+      opt_state: the returned optimizer state.
+      places: the placement of both.
     """
 
     def __init__(self, params: Any, opt_state: Any, places: Any):
         leaves, self._structure = jax.tree.flatten((params, opt_state))
-        # A step is traced as a whole, or not; what is traced is used once.
+        # A step is traced as a whole or not at all; traced arrays are used once.
         traced = bool(leaves) and isinstance(leaves[0], Tracer)
         self._leaves = [] if traced else list(map(weakref.ref, leaves))
         self._ids = frozenset(map(id, leaves))
         self._places = places
 
     def places_of(self, params: Any, opt_state: Any, batch: Any) -> Any:
-        """Where they are, if these are the same arrays; None where that is to be found out.
+        """The placement, if these are the same arrays; None if it has to be determined.
 
-        So it is too of arrays that another step has taken over, or that are in the batch as well.
+        It is also None for arrays that another step has taken over, or that are also in the batch.
         """
         leaves, structure = jax.tree.flatten((params, opt_state))
         if len(leaves) != len(self._leaves) or structure != self._structure:
@@ -67,22 +67,22 @@ def is_deleted(leaf: Any) -> bool:
 
 
 def unshared(donated: Any, batch: Any) -> tuple[Any, Any]:
-    """``(donated, batch)``, with copies of arrays whose buffer was there before."""
+    """``(donated, batch)``, with copies of arrays whose buffer came up before."""
     leaves, treedef = jax.tree.flatten(donated)
     buffers: set[tuple[Any, int]] = set()
     leaves = [_unshared(leaf, buffers) for leaf in leaves]
-    # Two leaves of a batch may share what is not donated.
+    # Two leaves of a batch may share a buffer, since neither is donated.
     batch = jax.tree.map(lambda leaf: _unshared(leaf, {*buffers}), batch)
     return jax.tree.unflatten(treedef, leaves), batch
 
 
 def _unshared(leaf: Any, buffers: set[tuple[Any, int]]) -> Any:
-    """``leaf``, or a copy where ``buffers`` has one of its buffers; they are added."""
+    """``leaf``, or a copy if one of its buffers is in ``buffers``, to which its own are added."""
     if not _is_array(leaf):
         return leaf
     found = _buffers(leaf)
     if buffers & found:
-        # Each process copies what it has: that needs no other process.
+        # Each process copies its own shards, which needs no other process.
         shards = [jnp.copy(shard.data) for shard in leaf.addressable_shards]
         leaf = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
         found = _buffers(leaf)
@@ -95,7 +95,7 @@ def _buffers(leaf: jax.Array) -> set[tuple[Any, int]]:
 
 
 def _is_array(leaf: Any) -> bool:
-    """Whether it is on devices; keys are not looked into."""
+    """Whether it is an array on devices; keys do not count."""
     return isinstance(leaf, jax.Array) and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
 
 
@@ -103,7 +103,7 @@ _ON_CPU = 2
 
 
 def limit(steps_in_flight: int | None, mesh: Mesh) -> int | None:
-    """A checked number of steps; None for no limit."""
+    """The checked number of steps in flight; None for no limit."""
     if steps_in_flight is not None:
         return _validation.check_positive_int("steps_in_flight", steps_in_flight)
     return _ON_CPU if mesh.devices.flat[0].platform == "cpu" else None
@@ -117,7 +117,7 @@ class Queue:
         self._results: collections.deque[Any] = collections.deque()
 
     def add(self, result: Any) -> None:
-        """Takes the result of a step, and waits until fewer than ``size`` others are left."""
+        """Adds the result of a step, and waits until at most ``size`` are pending."""
         if self._size is None or isinstance(result, Tracer):
             return
         self._results.append(result)

@@ -1,4 +1,4 @@
-"""Arrays on other devices of the same hosts, worker by worker."""
+"""Copies arrays to other devices of the same hosts, worker by worker."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from jax.sharding import Mesh, NamedSharding
 
 from optax_ext._state import _find
 
-# Of a state what an exchange does not read.
+# Fields of a state that an exchange does not read.
 _LEFT_HERE = ("velocity", "dense_velocity", "local")
 
 
 def check(exchange_mesh: Mesh, mesh: Mesh) -> None:
-    """Each worker has a device of its own in either, in one process.
+    """Checks that each worker has a separate device on either mesh, in one process.
 
     Raises:
-      ValueError: another shape, a device that is in both, or one of another process.
+      ValueError: the shapes differ, a device is in both meshes, or the processes differ.
     """
     if dict(exchange_mesh.shape) != dict(mesh.shape):
         raise ValueError(
@@ -31,19 +31,21 @@ def check(exchange_mesh: Mesh, mesh: Mesh) -> None:
         if there.process_index != here.process_index:
             raise ValueError(
                 f"exchange_mesh has device {there} of process {there.process_index} where mesh has "
-                f"{here} of process {here.process_index}: order its devices as those of mesh."
+                f"{here} of process {here.process_index}. Give exchange_mesh its devices in the "
+                "same order of processes as mesh."
             )
     both = {*exchange_mesh.devices.flat} & {*mesh.devices.flat}
     if both:
         raise ValueError(
-            f"exchange_mesh and mesh both have device {min(both, key=lambda d: d.id)}, which does "
-            "one thing after the other: give the exchange devices of its own, for example with "
-            "jax.config.update('jax_num_cpu_devices', 2) the second of each process."
+            f"exchange_mesh and mesh both have device {min(both, key=lambda d: d.id)}, which would "
+            "run the steps and the exchange one after the other. Give the exchange its own "
+            "devices, for example the second device of each process after "
+            "jax.config.update('jax_num_cpu_devices', 2)."
         )
 
 
 def moved(tree: Any, mesh: Mesh) -> Any:
-    """The arrays with the same specs on another mesh; each process copies what it has."""
+    """The arrays with the same specs on another mesh; each process copies its own shards."""
 
     def put(x: jax.Array) -> jax.Array:
         spec = x.sharding.spec  # pyright: ignore[reportAttributeAccessIssue]
@@ -64,13 +66,13 @@ def _key(index: Any) -> tuple[Any, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Skeleton:
-    """What is static of an optimizer state, and of the parameters, for a jitted exchange.
+    """The static part of an optimizer state and of the parameters, for a jitted exchange.
 
     Attributes:
-      treedef: of the state, whose leaves are the states of allreduces and all other arrays.
-      others: shape and dtype of each array that an exchange does not read, None of what it reads.
-      shapes_of: of the parameters, flattened.
-      params: their tree.
+      treedef: the tree of the state, whose leaves are the states of allreduces and other arrays.
+      others: shape and dtype of each array that an exchange does not read; None for the rest.
+      shapes_of: shapes and dtypes of the parameters, flattened.
+      params: the tree of the parameters.
     """
 
     treedef: Any
@@ -84,16 +86,16 @@ class Skeleton:
         return self.params.unflatten([jax.ShapeDtypeStruct(*x) for x in self.shapes_of])
 
     def filled(self, read: list[Any]) -> Any:
-        """The state, with zeros for what an exchange does not read."""
+        """The state, with zeros for the arrays that an exchange does not read."""
         given = iter(read)
         leaves = [next(given) if x is None else jnp.zeros(*x) for x in self.others]
         return self.treedef.unflatten(leaves)
 
 
 def split(params: Any, opt_state: Any) -> tuple[list[Any], Skeleton]:
-    """What an exchange reads of a state, and all else as :class:`Skeleton`.
+    """The part of a state that an exchange reads, and the rest as a :class:`Skeleton`.
 
-    It reads the states of allreduces, and numbers: hyperparameters, and what a schedule goes by.
+    An exchange reads the states of allreduces, and scalars: hyperparameters and step counts.
     """
     leaves, treedef = jax.tree.flatten(opt_state, is_leaf=_find.is_state)
     read, others = [], []

@@ -1,4 +1,4 @@
-"""What a training run can be watched by: numbers from the state, and where to write them."""
+"""Monitoring of a training run: numbers from the state, and where to write them."""
 
 import warnings
 from collections.abc import Callable
@@ -16,9 +16,9 @@ Writer = Callable[[int, dict[str, float]], Any]
 
 
 def metrics(opt_state: Any) -> dict[str, jax.Array]:
-    """What the last step did and what the residuals hold, as scalars.
+    """Statistics of the last step and of the residuals, as scalars.
 
-    Of all workers, and of all buckets or groups together. It may be jitted.
+    They cover all workers, and all buckets or groups together. The function may be jitted.
 
     Args:
       opt_state: the state of all workers, outside of the mapped function.
@@ -27,19 +27,19 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
       A dict of ``f32[]``; empty without a sparse allreduce:
 
       - ``steps``, ``skipped``, ``dropped``, ``withheld``: the counters of the state, and
-        ``missed``, the sum over the workers. What follows is of the last step: with an exchange
-        ``every`` so many steps look at those that have one.
-      - ``copied``: workers that were given the residual of another one and left it out.
-      - ``clipped``: selections whose scheduled density was out of range
-        (:func:`sparse_collectives.select.scheduled`).
-      - ``effective_density``: entries selected, mean over the workers, / n.
+        ``missed``, summed over the workers.
+      - ``copied``: workers that received the residual of another one and left it out.
+      - ``clipped``: counts selections whose scheduled density was out of range
+        (:func:`sparse_collectives.select.scheduled`). All entries below describe the last step;
+        with ``every``, read them after a step that has an exchange.
+      - ``effective_density``: selected entries / n, as a mean over the workers.
       - ``delivered_density``: entries in the update / n.
-      - ``delivered_share``: of the entries that workers selected, those in the update.
-      - ``overflow``: entries of all workers that found no slot.
+      - ``delivered_share``: the share of the selected entries that is in the update.
+      - ``overflow``: capacity overflow, the entries of all workers that found no slot.
       - ``residual_norm``: the root of the mean over the workers of the squared norm.
       - ``local_threshold`` (mean), ``threshold_drift`` (mean), ``global_threshold``.
-      - ``words`` received by each worker, and ``occupancy``, the share that is no padding.
-      - ``xi``: where :func:`measure_xi` measures it; else 0.
+      - ``words``, which each worker received, and ``occupancy``, the share that is not padding.
+      - ``xi``, if :func:`measure_xi` measures it; else 0.
 
     Cost: reads the residuals once.
 
@@ -85,7 +85,7 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
 
 
 def _clipped(states: list[Any]) -> jax.Array | int:
-    """Of all scheduled selectors; every worker counts the same."""
+    """The count of all scheduled selectors, which every worker has alike."""
 
     def is_scheduled(node: Any) -> bool:
         return "clipped" in getattr(node, "_fields", ())
@@ -97,15 +97,15 @@ def _clipped(states: list[Any]) -> jax.Array | int:
 class Monitor:
     """Writes :func:`metrics` every so many steps, from the training loop.
 
-    Between these it does nothing, so that steps are not waited for. With several
-    processes each has to call it, since the residuals are spread over all of them; the
-    first one writes. It warns once where copies of a residual were left out (``copied``).
+    Between two writes it does nothing, and so does not wait for steps. With several processes each
+    process has to call it, since the residuals are spread over all of them; only the first one
+    writes. It warns once if copies of a residual were left out (``copied``).
 
     Args:
       write: called with the step and a dict of floats, as the ``write_scalars`` of
         ``clu.metric_writers``; :func:`optax_ext.contrib.tensorboard_writer` makes one.
-      every: the steps from one write to the next.
-      prefix: of the names.
+      every: the number of steps from one write to the next.
+      prefix: the prefix of the names.
 
     Example:
       >>> import jax.numpy as jnp, optax_ext
@@ -131,7 +131,7 @@ class Monitor:
         self._metrics = jax.jit(metrics)
 
     def __call__(self, opt_state: Any, step: int | None = None) -> None:
-        """Writes where ``step`` is a multiple of ``every``; by default the calls are counted."""
+        """Writes if ``step`` is a multiple of ``every``; by default the calls are counted."""
         self._calls += 1
         step = self._calls if step is None else step
         if step % self._every:
@@ -142,8 +142,8 @@ class Monitor:
             warnings.warn(
                 f"{int(values['copied'])} workers were given the residual of another one and left "
                 "it out: the state of one was copied to all, as flax.jax_utils.unreplicate and "
-                "replicate around a checkpoint do. What the others had is lost. Save the whole "
-                "state, with its leading axis (docs/checkpoints.md, pmap).",
+                "replicate around a checkpoint do. The residuals of the others are lost. Save the "
+                "whole state, with its leading axis (docs/checkpoints.md, pmap).",
                 stacklevel=2,
             )
         if jax.process_index() == 0:

@@ -15,15 +15,15 @@ from sparse_collectives import _compat
 
 
 def of(params: Any, opt_state: Any, mesh: Mesh, batch_spec: PartitionSpec | None) -> Places:
-    """From where the parameters are, and what the state was made for.
+    """The placement, from the shardings of the parameters and the settings of the state.
 
     Raises:
-      ValueError: parameters that are sharded in another way than those that the state was made
-        for; a batch_spec that does not begin with the axis of the workers.
+      ValueError: parameters that are sharded in another way than the state was made for; a
+        batch_spec that does not begin with the axis of the workers.
     """
-    # What all devices hold does not say whether it is dealt out among them; the state does.
+    # Replicated parameters do not show whether the devices divide them up; the state does.
     dealt = any(state.layout.sharding.axes for state in _find.get_states(opt_state))
-    # Along an axis of one device, sharded and whole are the same.
+    # Along an axis of one device, sharded and whole parameters are the same.
     split = {name for name, size in mesh.shape.items() if size > 1}
     given = _placement.given_of(params, mesh)
     if given is not None:
@@ -90,11 +90,11 @@ class Places:
 
     @property
     def if_sharded(self) -> Places | None:
-        """As a jitted step takes it: None where there is nothing to keep in place."""
+        """The argument of a jitted step: None if there is nothing to keep in place."""
         return self if self.sharded else None
 
     def holds(self, params: Any) -> bool:
-        """Whether the parameters are where they were."""
+        """Whether the parameters are in their places."""
         if not self.sharded:
             # Shards would have to be gathered.
             return not any(map(_is_sharded, jax.tree.leaves(params)))
@@ -102,26 +102,26 @@ class Places:
         return all(_is_at(leaf, place) for leaf, place in leaves)
 
     def holds_state(self, opt_state: Any) -> bool:
-        """Whether the state is where it was."""
+        """Whether the state is in its place."""
         leaves = zip(jax.tree.leaves(opt_state), self._states, strict=True)
         return all(getattr(leaf, "sharding", None) == place for leaf, place in leaves)
 
     def put(self, params: Any) -> Any:
-        """The parameters where they belong."""
+        """The parameters, moved to their places."""
         return _put(params, self._params)
 
     def put_state(self, opt_state: Any) -> Any:
-        """The state where it belongs."""
+        """The state, moved to its place."""
         return _put(opt_state, self._states)
 
     def put_batch(self, batch: Any) -> Any:
-        """A batch where it belongs, if that is not the same as anywhere."""
+        """A batch, moved to its place if that matters."""
         if not self.sharded:
             return batch
         return jax.tree.map(lambda x: _place(x, self._batch), batch)
 
     def constrain(self, results: tuple[Any, Any]) -> tuple[Any, Any]:
-        """Parameters and state of a step, where those before it were."""
+        """Parameters and state of a step, in the places of the previous ones."""
         params, opt_state = results
         return _constrained(params, self._params), _constrained(opt_state, self._states)
 
@@ -134,7 +134,7 @@ def is_local(x: Any) -> bool:
 
 
 def _check(given: Any, opt_state: Any, split: Collection[Any]) -> None:
-    """The parameters are sharded as when the state was made, over the axes ``split``."""
+    """Checks that parameters are sharded as the state was made for, over the axes ``split``."""
     for state in _find.get_states(opt_state):
         sharding, layout = state.layout.sharding, state.layout
         leaves = jax.tree_util.tree_leaves_with_path(
@@ -181,6 +181,6 @@ def _place(x: Any, sharding: NamedSharding) -> Any:
     if here == sharding:
         return x
     if isinstance(x, jax.Array) and not sharding.is_fully_addressable and is_local(x):
-        # One committed to a device of this process would not be spread over others.
+        # An array committed to a device of this process would not be spread over others.
         x = np.asarray(x)
     return jax.device_put(x, sharding)

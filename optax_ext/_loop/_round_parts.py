@@ -1,4 +1,4 @@
-"""What a round is made of: an exchange, local steps, and a last one that takes what has come."""
+"""The parts of a round: an exchange, local steps, and a last step that applies the result."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sparse_collectives import _compat
 
 
 class Parts:
-    """What a round is made of, and the round as a whole, each over a mesh."""
+    """The parts of a round, and the round as a whole, each over a mesh."""
 
     def __init__(
         self,
@@ -31,9 +31,9 @@ class Parts:
         self._check_vma = check_vma
 
     def round(self, mesh: Mesh, params: Any, opt_state: Any, batches: Any) -> Any:
-        """All of it in one program."""
+        """The whole round in one program."""
         axis = _check(mesh, opt_state, batches)
-        shapes = params  # Of which no more is read.
+        shapes = params  # Only the shapes are read.
 
         def of_worker(params, opt_state, batches):
             arrived = self._exchanged(axis, shapes, opt_state)
@@ -45,7 +45,7 @@ class Parts:
         )
 
     def local(self, mesh: Mesh, params: Any, opt_state: Any, batches: Any) -> Any:
-        """All steps but the last, in which nobody hears of another."""
+        """All steps but the last, without communication between workers."""
         axis = _check(mesh, opt_state, batches)
 
         def of_worker(params, opt_state, batches):
@@ -56,7 +56,7 @@ class Parts:
         )
 
     def exchange(self, mesh: Mesh, shapes: Any, opt_state: Any) -> Any:
-        """What becomes of the residuals: an ``Arrived`` for each sparse allreduce."""
+        """The exchange of the residuals: an ``Arrived`` for each sparse allreduce."""
         axis = _find.axis_of(opt_state)
 
         def of_worker(opt_state):
@@ -71,7 +71,7 @@ class Parts:
         )(opt_state)
 
     def last(self, mesh: Mesh, *args: Any) -> Any:
-        """The last step, and what has arrived."""
+        """The last step, which applies the update that has arrived."""
         opt_state, batches = args[1], args[2]
         axis = _check(mesh, opt_state, batches)
 
@@ -108,7 +108,7 @@ class Parts:
                 *new, loss = self._step(axis, params, opt_state, batch)
             return jax.tree.map(_compat.varying_like, tuple(new), carry), loss[None]
 
-        # The scan keeps what the steps hand on as it is typed.
+        # The scan needs carried values to keep their types.
         opt_state = _sparse_state.strongly_typed(opt_state)
         batches = jax.tree.map(lambda x: x[:-1], batches)
         (params, opt_state), losses = lax.scan(step, (params, opt_state), batches)
@@ -128,19 +128,19 @@ class Parts:
 
 
 def _check(mesh: Mesh, opt_state: Any, batches: Any) -> Any:
-    """The axis of the workers, where a round can be made of these."""
+    """The axis of the workers, after a check that these arguments make a round."""
     states = _find.get_states(opt_state)
     every = {state.settings.every for state in states}
     if len(every) != 1 or every == {1} or len(_find.reductions(opt_state)) > len(states):
         raise ValueError(
-            "tx of optax_ext.make_train_round has to exchange every so many steps, the same number "
-            f"in all of its parts; this one has every={sorted(every) or [1]}. Write for example "
+            "tx of optax_ext.make_train_round must have the same every=, greater than 1, in all of "
+            f"its parts, got every={sorted(every) or [1]}. Write for example "
             "optax_ext.sparse_adamw(rate, every=10, axis=...)."
         )
     if _has_wrapper(opt_state):
         raise ValueError(
-            "tx of optax_ext.make_train_round has a wrapper around its exchange that adds up "
-            "gradients, or steps, by itself. Leave it out: every= of sparse_adamw is for that."
+            "tx of optax_ext.make_train_round has a wrapper around its exchange that accumulates "
+            "gradients or steps. Remove the wrapper, and use every= of sparse_adamw instead."
         )
     if any(state.settings.shard_axis or state.devices > 1 for state in states):
         raise ValueError(
@@ -171,7 +171,7 @@ def _has_wrapper(opt_state: Any) -> bool:
 
 
 def _arrived_specs(opt_state: Any, axis: Any) -> list[Any]:
-    """Of a list of ``Arrived``, as :func:`_sent` returns them."""
+    """The specs of a list of ``Arrived``, as :func:`_sent` returns them."""
     whole, own = PartitionSpec(), PartitionSpec(axis)
     states = [state for state in _find.get_states(opt_state) if state.layout.size]
 
@@ -195,7 +195,7 @@ def _arrived_specs(opt_state: Any, axis: Any) -> list[Any]:
 
 
 def _sent(arrived: _phases.Arrived) -> _phases.Arrived:
-    """With a leading axis on what each worker has for itself."""
+    """Adds a leading axis to the values of each worker."""
     return _in_each(arrived, lambda x: x[None])
 
 

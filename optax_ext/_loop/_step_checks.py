@@ -1,4 +1,4 @@
-"""What a training step refuses: another mesh, a batch that can't be split, arrays of the past."""
+"""What a training step refuses: another mesh, a batch that can't be split, deleted arrays."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from sparse_collectives import AxisName, _compat
 
 
 def axis_on(mesh: Mesh, opt_state: Any) -> Any:
-    """The axis that the state was made for; the mesh has it."""
+    """The axis that the state was made for, after a check that the mesh has it."""
     axis = _find.axis_of(opt_state)
     _calls.check_axis(axis, mesh.axis_names)
     return axis
 
 
 def check_workers(mesh: Mesh, opt_state: Any) -> None:
-    """The state is that of the workers of the mesh, and each has its own residual."""
+    """Checks that the state is for the workers of the mesh, each with its own residual."""
     axis_on(mesh, opt_state)
     _calls.check_workers(opt_state, mesh)
-    # A step leaves out copies, but here there is somebody to tell.
+    # A step leaves out copies silently; here an error can be raised.
     _calls.check_own("opt_state", opt_state)
 
 
 def check_not_donated(**trees: Any) -> None:
-    """No earlier step has taken over the arrays; with some versions of JAX that is no error."""
-    # Of each step: the paths are only looked for where something is wrong.
+    """Checks that no earlier step has taken over the arrays, which some versions of JAX allow."""
+    # This runs at each step, so paths are only looked for if something is wrong.
     if not any(map(_arrays.is_deleted, jax.tree.leaves(trees))):
         return
     for path, leaf in jax.tree_util.tree_leaves_with_path(trees):
@@ -47,7 +47,7 @@ def check_not_donated(**trees: Any) -> None:
 
 
 def check_begins(opt_state: Any) -> None:
-    """A state of which a round begins."""
+    """Checks that a round can begin from this state."""
     for state in _find.get_states(opt_state):
         every, count = state.settings.every, state.count
         if not isinstance(count, Tracer) and int(count) % every:
@@ -58,13 +58,13 @@ def check_begins(opt_state: Any) -> None:
 
 
 def check_global(batch: Any, mesh: Mesh, opt_state: Any, in_rounds: bool) -> None:
-    """On a mesh of several processes a batch is of all of them."""
+    """Checks that a batch on a mesh of several processes is a global array."""
     if not mesh.is_multi_process:
         return
     axis = _find.axis_of(opt_state)
     spec = f"None, {axis!r}" if in_rounds else repr(axis)
     for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
-        # jit would take it for all workers' examples, and each process for others.
+        # jit would take it for the examples of all workers, different ones in each process.
         if _places.is_local(leaf):
             raise ValueError(
                 f"batch{jax.tree_util.keystr(path)} is an array of this process, but the mesh has "
@@ -75,10 +75,10 @@ def check_global(batch: Any, mesh: Mesh, opt_state: Any, in_rounds: bool) -> Non
 
 
 def check_batch(batch: Any, mesh: Mesh, axis: AxisName) -> None:
-    """The leading dimension of each leaf is split over the workers.
+    """Checks that the leading dimension of each leaf can be split over the workers.
 
     Raises:
-      ValueError: a leaf of which it is not.
+      ValueError: a leaf for which it can't.
     """
     workers = math.prod(mesh.shape[name] for name in _compat.axis_names(axis))
     for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
@@ -103,7 +103,7 @@ def check_batch(batch: Any, mesh: Mesh, axis: AxisName) -> None:
 
 
 def _is_key(leaf: Any, workers: int) -> bool:
-    """Whether it is one key of ``jax.random``, and no array of integers for the workers."""
+    """Whether it is one key of ``jax.random``, and not an array of integers for the workers."""
     dtype, shape = jax.numpy.result_type(leaf), jax.numpy.shape(leaf)
     if jax.numpy.issubdtype(dtype, jax.dtypes.prng_key):
         return not shape

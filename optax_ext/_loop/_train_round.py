@@ -1,4 +1,4 @@
-"""A round of a training loop in one call, with its exchange beside its local steps."""
+"""A round of a training loop in one call, with its exchange during its local steps."""
 
 from __future__ import annotations
 
@@ -27,48 +27,48 @@ def make_train_round(
     r"""A ``round(params, opt_state, batches) -> (params, opt_state, losses)`` of H steps.
 
     ``tx`` exchanges ``every`` H steps. :func:`make_train_step` does so at the end of a round, and
-    all workers wait. Here the exchange is that of what waited at the beginning of the round, and
-    the workers take H steps meanwhile, so that a round lasts as long as the longer of the two:
+    all workers wait. Here the exchange sends the residuals from the beginning of the round, and
+    the workers take H steps meanwhile, so a round lasts as long as the longer of the two:
 
     .. math::
 
         total &= exchange(r_1, \dots, r_P), \qquad
-        d_i = \text{what worker } i \text{ moves in H steps from } w + r_i \\
-        w &= w + total / P, \qquad r_i = d_i + \text{what was not delivered of } r_i
+        d_i = \text{change by worker } i \text{ in H steps from } w + r_i \\
+        w &= w + total / P, \qquad r_i = d_i + \text{undelivered part of } r_i
 
-    What others have done arrives later by a round, and nothing is lost: no worker moves by it
-    before it has arrived, and what moved meanwhile is in its residual. At the end of a run a
-    round waits, as ever what is in the residuals does; :func:`flush` delivers it.
+    Updates from other workers arrive one round later, and nothing is lost: no worker applies an
+    update before it has arrived, and its own change in the meantime is in its residual. At the
+    end of a run one round is still in the residuals; :func:`flush` applies it.
 
-    In one program, the default, the exchange does not depend on the steps nor they on it, and it
-    is the compiler's choice whether they overlap. XLA for GPUs has asynchronous collectives; XLA
-    for CPUs waits in each. With an ``exchange_mesh`` there are three programs, and the exchange
+    In one program, the default, the exchange and the steps do not depend on each other, and the
+    compiler decides whether they overlap. XLA for GPUs has asynchronous collectives; XLA for CPUs
+    waits in each collective. With an ``exchange_mesh`` there are three programs, and the exchange
     runs on other devices of the same hosts: it overlaps whatever the compiler does.
 
     Args:
-      loss_fn: as of :func:`make_train_step`, without ``aux``.
-      tx: such as :func:`sparse_adamw` with ``every=``.
+      loss_fn: as for :func:`make_train_step`, without ``aux``.
+      tx: an optimizer with ``every=``, such as :func:`sparse_adamw`.
       mesh: the mesh of the workers, whose parameters are whole on each of them.
       exchange_mesh: a mesh with the same axes, of other devices of the same processes, for the
-        exchange: with ``jax.config.update("jax_num_cpu_devices", 2)`` the second of each host, or
-        the CPU devices of hosts with GPUs, which was not tried. What waits is copied to them, n
-        float32 each way.
-      check_vma: as of :func:`make_train_step`.
-      donate: as of :func:`make_train_step`.
+        exchange: with ``jax.config.update("jax_num_cpu_devices", 2)`` the second device of each
+        host, or the CPU devices of hosts with GPUs, which we have not tried. The residuals are
+        copied to these devices, n float32 each way.
+      check_vma: as for :func:`make_train_step`.
+      donate: as for :func:`make_train_step`.
 
     Returns:
       The round. ``batches`` are the batches of H steps, stacked: leaves of shape ``[H, B, ...]``,
-      of which the second dimension is split over the workers. ``losses`` is ``f32[H, P]``, that of
-      each worker at each step. Parameters and state are as behind H calls of a step, at all times
-      complete: save them, reshard them, or go on with :func:`make_train_step`. Memory: 4 n
+      whose second dimension is split over the workers. ``losses`` is ``f32[H, P]``, the loss of
+      each worker at each step. Parameters and state are as after H calls of a step, and complete
+      after each round: save them, reshard them, or go on with :func:`make_train_step`. Memory: 4 n
       float32 more than a step, in one program for CPUs (n = 1M, four workers).
 
     Raises:
-      ValueError: no ``exchange_mesh`` of such a kind; at the first call of a shape, a ``tx``
+      ValueError: an ``exchange_mesh`` of another kind; at the first call of a shape, a ``tx``
         without ``every=``, with a wrapper that accumulates gradients, with a decay of residuals,
         with ``dense_steps`` or with an allreduce that shards its buffer; parameters that are
         sharded; batches of another number of steps; a state from the middle of a round.
-      TypeError: as of :func:`make_train_step`.
+      TypeError: as for :func:`make_train_step`.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax_ext
@@ -84,9 +84,9 @@ def make_train_round(
       ((2, 1), [0.81, -1.62])
 
     References:
-      Delayed by a round as in Douillard et al., `Streaming DiLoCo
-      <https://arxiv.org/abs/2501.18512>`_, 2025, Section 2.3, which loses or mixes what a worker
-      moves meanwhile.
+      The delay of one round is as in Douillard et al., `Streaming DiLoCo
+      <https://arxiv.org/abs/2501.18512>`_, 2025, Section 2.3, which loses or mixes the change
+      by a worker in the meantime.
     """
     call = "optax_ext.make_train_round(loss_fn, tx, mesh)"
     _calls.check_transformation(call, tx, mesh)
@@ -108,13 +108,13 @@ def make_train_round(
 
 
 class _Beside:
-    """A round in three programs, the exchange among them on devices of its own."""
+    """A round in three programs, with the exchange on devices of its own."""
 
     def __init__(self, parts: Parts, mesh: Mesh, exchange_mesh: Mesh, *, donate: bool):
         self._mesh, self._exchange_mesh = mesh, exchange_mesh
         taken = (0, 1) if donate else ()
         self._local = jax.jit(lambda *args: parts.local(mesh, *args), donate_argnums=taken)
-        # What comes from the local steps, and from the exchange, is nobody else's.
+        # The results of the local steps and of the exchange have no other user.
         self._last = jax.jit(lambda *args: parts.last(mesh, *args), donate_argnums=(0, 1, 4))
         self._exchange = jax.jit(
             lambda waiting, skeleton: parts.exchange(
@@ -128,7 +128,7 @@ class _Beside:
         del places
         waiting, skeleton = _elsewhere.split(params, opt_state)
         there = _elsewhere.moved(waiting, self._exchange_mesh)
-        # The local steps write where these are copied from.
+        # The local steps overwrite the arrays that these are copied from.
         jax.block_until_ready(there)
         arrived = self._exchange(there, skeleton)
         params, opt_state, losses = self._local(params, opt_state, batches)
@@ -136,10 +136,11 @@ class _Beside:
         return self._last(params, opt_state, batches, losses, here)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
-        """A round in three programs is not traced as one."""
+        """Raises an error: a round in three programs can't be traced as one."""
         raise TypeError(
-            "a round with an exchange_mesh is three programs. To look at its traffic, trace that "
-            "of optax_ext.make_train_round(loss_fn, tx, mesh), which exchanges the same."
+            "a round with an exchange_mesh is three programs, which can't be traced as one. To "
+            "look at its traffic, trace optax_ext.make_train_round(loss_fn, tx, mesh), which "
+            "exchanges the same."
         )
 
     lower = trace

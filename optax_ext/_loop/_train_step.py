@@ -31,52 +31,52 @@ def make_train_step(
     """A jitted ``step(params, opt_state, batch) -> (params, opt_state, loss)``.
 
     Each worker differentiates the loss of its part of the batch; ``tx`` turns the
-    local gradients into one update for all. The axis of the workers is that of ``tx``; the
+    local gradients into one update for all workers. The workers are along the axis of ``tx``; the
     leaves of a batch are split over it along their leading dimension.
 
-    Parameters stay where they are: replicated, or sharded over other axes of the mesh (tensor
-    parallelism, FSDP). Those axes are left to the compiler, so that ``loss_fn`` and what follows
-    the exchange see whole arrays; only the exchange runs on each device's part.
+    Parameters keep their placement: replicated, or sharded over other axes of the mesh (tensor
+    parallelism, FSDP). The compiler handles those axes, so ``loss_fn`` and the transformations
+    after the exchange see whole arrays; only the exchange runs on each device's part.
 
     Args:
       loss_fn: ``loss_fn(params, batch) -> scalar``, the mean over the batch it is
         given; with ``has_aux``, ``(scalar, aux)``.
       tx: a transformation that starts with :func:`sparse_allreduce` or
-        :func:`dense`. One that takes extra arguments gets the mean loss as ``value``, as
-        ``optax.contrib.reduce_on_plateau`` asks for.
+        :func:`dense`. If it takes extra arguments, it gets the mean loss as ``value``, as
+        ``optax.contrib.reduce_on_plateau`` needs.
       mesh: the mesh, with the axis of ``tx``.
-      has_aux: whether the loss returns auxiliary values too; their mean over the
+      has_aux: whether the loss also returns auxiliary values; their mean over the
         workers is returned as a fourth result.
       check_vma: as in ``jax.shard_map``. It proves at trace time that the new
         parameters are the same on every worker.
       donate: whether params and opt_state are donated: updated in place, and not
         to be used again by the caller. An array that is given twice is copied first: tied weights
-        that are two leaves become two weights, as with any optimizer of optax. (Weights stay tied
-        where the parameters have them once, and the loss uses them twice.)
-      steps_in_flight: how many steps may be waiting to be computed when a call returns; a
-        call waits for older ones. None: 2 on CPU, and as many as JAX allows elsewhere. On
-        CPU, XLA ends the process when the devices of a collective do not all reach it within
-        40 seconds, which happens where many steps are queued on few cores.
-      batch_spec: where the leaves of a batch are, by default ``PartitionSpec(axis)``. With FSDP
+        that are two leaves become two weights, as with any optimizer of optax. (To keep weights
+        tied, have them once in the parameters, and use them twice in the loss.)
+      steps_in_flight: how many steps may be pending when a call returns; a call waits for older
+        ones. None: 2 on CPU, and as many as JAX allows elsewhere. On CPU, XLA ends the process
+        if the devices of a collective do not all reach it within 40 seconds, which happens when
+        many steps are queued on few cores.
+      batch_spec: the spec of the leaves of a batch, by default ``PartitionSpec(axis)``. With FSDP
         the devices of a worker share its examples: ``PartitionSpec(("replica", "fsdp"))``, the
         axis of ``tx`` first.
 
     Returns:
-      The step. The loss is the mean over the workers, at what they differentiate at: with
-      :func:`sparse_adamw` and :func:`sparse_sgd` parameters that are a step ahead, where each
-      worker's own part of what waits has been applied to the batch that it is from. In short runs
-      that loss is lower than on data held out. With a ``tx`` that exchanges ``every`` so many steps
-      the loss is that of each worker, ``f32[P]``, and so is ``aux``: a mean would be an exchange at
-      every step. ``loss.mean()`` makes it where a loop looks at it.
+      The step. The loss is the mean over the workers, evaluated where gradients are taken. With
+      :func:`sparse_adamw` and :func:`sparse_sgd` these are look-ahead parameters, which include a
+      share of the worker's own residual, and so of updates from its own batches. In short runs this
+      loss is lower than on held-out data. If ``tx`` exchanges ``every`` so many steps, the loss is
+      returned for each worker, ``f32[P]``, and so is ``aux``: a mean would need an exchange at
+      every step. Compute ``loss.mean()`` when the loop reads it.
 
     Raises:
-      TypeError: arguments of another kind; at the first call of a shape, a loss that is no scalar,
-        or with ``has_aux`` no pair.
+      TypeError: arguments of another kind; at the first call of a shape, a loss that is not a
+        scalar, or with ``has_aux`` not a pair.
       ValueError: fewer than one step in flight; arrays that an earlier step has taken over; at
         the first call of a shape, a loss that is a mean over the workers already, an axis that
         the mesh does not have, a batch whose leading dimension P does not divide, or a ``tx``
         that does not reduce the gradients over the axis, or keeps a state that differs
-        between the workers; on a mesh over several processes, a batch that is no global
+        between the workers; on a mesh over several processes, a batch that is not a global
         array.
 
     Example:
@@ -111,7 +111,7 @@ def make_train_step(
     def step(params, opt_state, batch, places):
         axis = _step_checks.axis_on(mesh, opt_state)
         _step_checks.check_batch(batch, mesh, axis)
-        # Where parameters are sharded, the other axes are the compiler's.
+        # With sharded parameters the compiler handles the other axes.
         manual = None if places is None else _compat.axis_names(axis)
         state_specs = _placement.state_specs(opt_state)
         specs = _placement.on_axes(state_specs, manual)
@@ -144,17 +144,17 @@ def step_of_worker(
     has_aux: bool = False,
     of_each: bool,
 ) -> tuple[Any, Any, Any]:
-    """``(params, opt_state, loss)`` behind the step of a worker, inside the mapped function.
+    """``(params, opt_state, loss)`` after the step of a worker, inside the mapped function.
 
-    The loss is a pair with ``has_aux``; with ``of_each`` it is that of this worker, and else the
-    mean.
+    The loss is a pair with ``has_aux``. It is the loss of this worker with ``of_each``, and
+    otherwise the mean.
     """
 
     def checked_loss(params, batch):
         return _gradient_checks.check_loss(loss_fn(params, batch), has_aux, axis)
 
-    # Varying parameters, so that gradients are local: autodiff would have summed those of
-    # replicated ones already, densely.
+    # Parameters are typed as varying to keep gradients local: the gradients of replicated ones
+    # would already be summed by autodiff, densely.
     local_params = ahead(params, opt_state)
     loss, gradients = jax.value_and_grad(checked_loss, has_aux=has_aux)(local_params, batch)
     if not of_each:
@@ -190,10 +190,10 @@ class TrainStep:
         self._places: dict[Any, _places.Places] = {}
 
     def __call__(self, params: Any, opt_state: Any, batch: Any, *more: Any) -> tuple[Any, ...]:
-        """``(params, opt_state, loss)``, or with aux a fourth.
+        """``(params, opt_state, loss)``, and with ``has_aux`` the auxiliary values.
 
         Raises:
-          TypeError: a batch of several arguments: it is one pytree.
+          TypeError: a batch of several arguments instead of one pytree.
         """
         if more:
             names = ", ".join("xyzuvw"[: len(more) + 1])
@@ -216,17 +216,17 @@ class TrainStep:
             (params, opt_state), batch = _arrays.unshared((params, opt_state), batch)
         results = self._step(params, opt_state, batch, places=places.if_sharded)
         self._returned = _arrays.Returned(results[0], results[1], places)
-        # The loss is new at each step, and nobody donates it.
+        # The loss is new at each step, and is never donated.
         self._queue.add(results[2])
         return results
 
     @property
     def jitted(self) -> Any:
-        """The jitted function, for who places and checks what it is given."""
+        """The jitted function, for callers that place and check its arguments themselves."""
         return self._step
 
     def trace(self, params: Any, opt_state: Any, batch: Any) -> jax.stages.Traced:
-        """As ``jax.jit(f).trace``, for :mod:`sparse_collectives.traffic` among others."""
+        """As ``jax.jit(f).trace``, for example for :mod:`sparse_collectives.traffic`."""
         params, opt_state, places = self._placed(params, opt_state)
         batch = places.put_batch(batch)
         return self._step.trace(params, opt_state, batch, places=places.if_sharded)
@@ -238,8 +238,8 @@ class TrainStep:
         return self._step.lower(params, opt_state, batch, places=places.if_sharded)
 
     def _placed(self, params: Any, opt_state: Any) -> tuple[Any, Any, _places.Places]:
-        # Where an array is belongs to its type, so arrays that are not on the
-        # mesh at the first call would make it another program than the second.
+        # The type of an array includes its placement: with arrays that are not on the mesh at
+        # the first call, the second call would be another program.
         structure = jax.tree.structure((params, opt_state))
         places = self._places.get(structure)
         if places is None or not places.holds(params):

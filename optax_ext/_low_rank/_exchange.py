@@ -1,4 +1,4 @@
-"""Low-rank products as an exchange of error feedback."""
+"""Low-rank products as an exchange with error feedback."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -17,24 +17,24 @@ from optax_ext._step._contract import Accumulated, Options, Reduced
 from optax_ext._step._sparse_state import SparseAllreduceState
 from sparse_collectives import AxisName, _compat, extend, transport
 
-# Above it a factor, divided by the rank, is not sent. The product with a basis then is less than
-# the last bit of the largest number, so that no difference from it overflows.
+# A factor above this bound, divided by the rank, is not sent. The product with a basis is then less
+# than the last bit of the largest number, so no difference from it overflows.
 _LARGEST = 2.0**100
 
 
 class Delivered(NamedTuple):
-    """What was delivered, and how; the same fields in a dense step as in any other.
+    """The delivered mean, and how it was delivered; dense steps have the same fields.
 
     Attributes:
       mean: ``f32[n]``, as the dtypes of the leaves can hold it.
-      rounding: ``f32[n]``, what that took off; ``()`` where every leaf is float32.
-      left: ``f32[rows, r]`` each: with ``right`` what this worker has given away.
+      rounding: ``f32[n]``, the rounding error of ``mean``; ``()`` if every leaf is float32.
+      left: ``f32[rows, r]`` each: ``left @ right`` is the part that this worker has given away.
       right: ``f32[r, cols]`` each.
-      factors: for the next step.
-      rider: ``f32[d]``, the sum of the leaves that go dense.
+      factors: the factors for the next step.
+      rider: ``f32[d]``, the sum of the dense leaves.
       dropped: ``i32[]``, entries that were left out.
       withheld: ``i32[]``, entries that could not be delivered, or not wholly.
-      selected: ``i32[]``, numbers that this worker sent, of the matrices.
+      selected: ``i32[]``, numbers that this worker sent for the matrices.
       delivered: ``i32[]``, entries in the update.
       words: ``f32[]``, received for the matrices.
     """
@@ -63,7 +63,7 @@ class LowRankExchange:
 
     @property
     def keeps_others(self) -> bool:
-        """Never: a worker keeps what its own matrix has more than the mean."""
+        """Never: a worker keeps only the error of its own product."""
         return False
 
     @property
@@ -72,7 +72,7 @@ class LowRankExchange:
         return ()
 
     def dense(self, params: Any, labels: tuple[bool, ...] | None) -> tuple[bool, ...] | None:
-        """Those that the user has labelled, and those that have nothing to gain."""
+        """The leaves that the user has labeled dense, and those that have nothing to gain."""
         return _matrices.dense_leaves(params, labels, self.rank)
 
     def part_size(self, size: int) -> int:
@@ -84,7 +84,7 @@ class LowRankExchange:
         return gradient
 
     def init(self, layout: _layout.TreeLayout, workers: int) -> tuple[Any, Any]:
-        """Nothing for each worker; factors that all of them have."""
+        """No state for each worker; factors that all workers share."""
         del workers
         if not layout.size:
             return (), ()
@@ -99,7 +99,7 @@ class LowRankExchange:
             return _applied.with_dense_leaves(reduced, step, None, options)
         rider = jnp.zeros((0,), jnp.float32) if part is None else part.increment[0]
         result = self._delivered(step, rider)
-        # Its words are those of a message of its own: it shares the latency of another.
+        # Its words count as a message of its own, but it adds no latency.
         return _applied.with_dense_leaves(self._keep(step, result), step, result.rider, options)
 
     def _delivered(self, step: Accumulated, rider: jax.Array) -> Delivered:
@@ -154,7 +154,7 @@ class LowRankExchange:
         )
 
     def _product(self, given: Given, step: Accumulated) -> tuple[Product, jax.Array]:
-        """The product that is delivered, and how many numbers a worker sends for it."""
+        """The product to deliver, and how many numbers a worker sends for it."""
         rows, cols = (
             self.rank * sum(side)
             for side in zip(*((m.rows, m.cols) for m in given.matrices), strict=True)
@@ -172,9 +172,9 @@ class LowRankExchange:
             product = product._replace(left=mine[0], right=mine[1])
             return _compat.to_varying(product, step.layout.device_axes)
 
-        # Steps that are skipped are not counted: the next one repeats their phase.
+        # Skipped steps are not counted, so the next one repeats their phase.
         by_rows = (step.state.count - self.options.dense_first) % 2 == 0
-        # The traffic meter reads from the scope that each branch is taken every other step.
+        # From the scope the traffic meter reads that each branch is taken every other step.
         with jax.named_scope("acp_sgd.every2"):
             product = lax.cond(
                 by_rows,
@@ -184,14 +184,14 @@ class LowRankExchange:
         return product, jnp.where(by_rows, jnp.int32(rows), jnp.int32(cols))
 
     def _add(self, parts: Sequence[jax.Array], rider: jax.Array, proceeds: jax.Array | None) -> Sum:
-        """Factors summed up over the workers, all in one message.
+        """Sums factors over the workers, all in one message.
 
-        What is not finite, or too large, on one worker makes the sum of its matrix NaN on all:
-        so they agree, without another message, that each keeps its own.
+        A factor that is not finite, or too large, on one worker makes the sum of its matrix NaN on
+        all. So they agree, without another message, that each keeps its own.
         """
         axis, guarded = self.options.axis, self.options.nonfinite != "propagate"
         if proceeds is not None:
-            # A skipped step goes through the motions with nothing to send.
+            # A skipped step takes part, with zeros to send.
             parts = [jnp.where(proceeds, part, 0.0) for part in parts]
         if guarded:
             limit = jnp.float32(_LARGEST / self.rank)
@@ -206,7 +206,7 @@ class LowRankExchange:
         return Sum(_phases.where(fits, parts), _phases.where(fits, means), fits, rider)
 
     def _dense(self, given: Given, step: Accumulated) -> Delivered:
-        """The dense mean of the increments, in which is all that there is."""
+        """The dense mean of the increments, which hold everything there is to send."""
         size, workers = step.layout.size, transport.axis_size(self.options.axis)
         increment = step.pending.increment[0]
         total = transport.psum(_factors.joined([increment, given.rider]), self.options.axis)
@@ -231,7 +231,7 @@ class LowRankExchange:
     def _held(
         self, mean: jax.Array, matrices: Sequence[Matrix]
     ) -> tuple[jax.Array, Any, jax.Array]:
-        """The mean as the leaves can hold it, what that took off, and how many saturate."""
+        """The mean as the leaves can hold it, its rounding error, and how many entries saturate."""
         none = jnp.zeros((), jnp.int32)
         if all(matrix.dtype == jnp.float32 for matrix in matrices):
             return mean, (), none
@@ -244,11 +244,11 @@ class LowRankExchange:
             large = jnp.abs(part) > jnp.float32(jnp.finfo(matrix.dtype).max)
             saturated += jnp.sum(large & saturate, dtype=jnp.int32)
         held = _factors.joined(held)
-        # What is not finite is in the update, by policy, and nothing of it can be kept.
+        # Values that are not finite are in the update, by policy, and can't be kept.
         return held, jnp.where(jnp.isfinite(held), mean - held, 0.0), saturated
 
     def _keep(self, step: Accumulated, result: Delivered) -> tuple[jax.Array, SparseAllreduceState]:
-        """The residual: the accumulator, but what this worker has given away."""
+        """The residual: the accumulator without the part that this worker has given away."""
         given_away = [times(*x) for x in zip(result.left, result.right, strict=True)]
         kept = step.acc - _factors.joined(given_away)[None]
         if not isinstance(result.rounding, tuple):

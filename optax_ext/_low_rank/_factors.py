@@ -1,4 +1,4 @@
-"""The factors of all matrices: from step to step, as one message, and as bases."""
+"""The factors of all matrices: between steps, as one message, and as bases."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -10,19 +10,19 @@ from jax import lax
 from optax_ext._low_rank._matrices import Matrix
 from sparse_collectives import _hash
 
-# What is added to the unit columns of a factor.
+# The noise that is added to the unit columns of a factor.
 _NOISE = 2.0**-20
 
 
 class Factors(NamedTuple):
-    """What the next step starts from, the same on every worker.
+    """The factors from which the next step starts, the same on every worker.
 
-    With a leading axis of 1 in the optimizer state.
+    In the optimizer state they have a leading axis of 1.
 
     Attributes:
       left: ``f32[r * sum of rows]``, the left factors of the last step, one matrix after the
-        other; ``()`` where none is needed (PowerSGD).
-      right: ``f32[r * sum of cols]``, the right ones, ``[r, cols]`` each.
+        other; ``()`` if not needed (PowerSGD).
+      right: ``f32[r * sum of cols]``, the right factors, ``[r, cols]`` each.
     """
 
     left: Any
@@ -41,7 +41,7 @@ def start(matrices: Sequence[Matrix], rank: int, seed: int, *, left: bool) -> Fa
 
 
 def joined(parts: Sequence[jax.Array]) -> jax.Array:
-    """All of them as one ``f32[...]``."""
+    """All arrays as one ``f32[...]``."""
     flat = [part.reshape(-1) for part in parts]
     return flat[0] if len(flat) == 1 else jnp.concatenate(flat)
 
@@ -59,30 +59,30 @@ def split(flat: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]
 
 
 def left_shapes(matrices: Sequence[Matrix], rank: int) -> list[tuple[int, ...]]:
-    """Of the left factors."""
+    """The shapes of the left factors."""
     return [(m.rows, rank) for m in matrices]
 
 
 def right_shapes(matrices: Sequence[Matrix], rank: int) -> list[tuple[int, ...]]:
-    """Of the right factors; transposed, so that no product takes a transposed matrix."""
+    """The shapes of the right factors, transposed so that no product transposes a matrix."""
     return [(rank, m.cols) for m in matrices]
 
 
 def times(one: jax.Array, other: jax.Array) -> jax.Array:
     """The matrix product, in float32 on every platform.
 
-    In the 10 bits of TensorFloat32 the products of the workers would not add up to that of
-    their mean, and what is lost would be in no residual.
+    With the 10 bits of TensorFloat32 the products of the workers would not add up to the product
+    of their mean, and the difference would be in no residual.
     """
     return jnp.matmul(one, other, precision=lax.Precision.HIGHEST)
 
 
 def unit(columns: jax.Array) -> jax.Array:
-    """Columns of about the same length, and none of them zero, ``f32[m, r]``.
+    """Columns of about the same length, none of them zero, ``f32[m, r]``.
 
-    A column that vanished (of a gradient that is zero, or of a lower rank) would stay zero: a
-    little noise gives it a new direction. Without this squares of small columns would vanish,
-    too.
+    A column that vanished (from a gradient that is zero, or of a lower rank) would stay zero: a
+    little noise gives it a new direction. Without the scaling, squares of small columns would
+    also vanish.
     """
     most = jnp.max(jnp.abs(columns), axis=0, keepdims=True)
     scaled = columns / jnp.where(most > 0, most, 1.0)
@@ -94,7 +94,7 @@ def unit(columns: jax.Array) -> jax.Array:
 def basis(columns: jax.Array) -> jax.Array:
     """An orthonormal basis of the space of the columns, ``f32[m, r]``.
 
-    By Householder reflections, where the paper has Gram-Schmidt: of columns that depend on one
-    another they still make an orthonormal basis, whose other directions are arbitrary.
+    It uses Householder reflections, instead of the paper's Gram-Schmidt: from linearly dependent
+    columns they still make an orthonormal basis, whose other directions are arbitrary.
     """
     return jnp.linalg.qr(unit(columns), mode="reduced")[0]

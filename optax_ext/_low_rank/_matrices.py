@@ -13,10 +13,10 @@ class Matrix(NamedTuple):
     """A leaf of the buffer as a matrix.
 
     Attributes:
-      start: where it begins in the buffer.
+      start: its offset in the buffer.
       rows: the product of the first dimensions of the leaf.
-      cols: the product of the others.
-      dtype: of the leaf.
+      cols: the product of the other dimensions.
+      dtype: the dtype of the leaf.
     """
 
     start: int
@@ -47,9 +47,9 @@ def matrices_of(layout: TreeLayout) -> list[Matrix]:
 
 
 def sides(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Rows and columns of a leaf of this shape: its dimensions cut in two.
+    """Rows and columns of a leaf of this shape, whose dimensions are cut in two.
 
-    Where the sum of the two sides, and with it the words of their factors, is smallest. A
+    The cut makes the sum of the two sides smallest, and with it the words of their factors. A
     convolution ``(h, w, in, out)`` is ``(h w in, out)``, and a projection ``(d, heads, head)`` is
     ``(d, heads head)``. A matrix is itself; a vector is a single row.
     """
@@ -64,10 +64,10 @@ def largest_rank(shape: tuple[int, ...]) -> int:
 
 
 def dense_leaves(params: Any, labels: tuple[bool, ...] | None, rank: int) -> tuple[bool, ...]:
-    """Which leaves go dense: those labelled so, and those that the rank makes no smaller.
+    """Which leaves go dense: those labeled dense, and those that the rank makes no smaller.
 
     Raises:
-      ValueError: it makes none smaller, where a lower rank would.
+      ValueError: the rank makes no leaf smaller, although a lower rank would.
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
     labelled = labels or (False,) * len(leaves)

@@ -7,8 +7,8 @@ basis :math:`P` or :math:`Q` (orthonormal columns) that all workers have,
 
     \sum_i P P^T M_i = P \sum_i P^T M_i, \qquad \sum_i M_i Q Q^T = (\sum_i M_i Q) Q^T
 
-so that the projections which the workers take out of their own matrices add up to what all of
-them deliver, and nothing is lost.
+so the projections that the workers take out of their own matrices add up to the delivered sum,
+and nothing is lost.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,13 +23,13 @@ from optax_ext._low_rank._matrices import Matrix
 
 
 class Sum(NamedTuple):
-    """What became of the factors of one kind, a list with one for each matrix.
+    """The sums of the factors of one kind, as lists with an entry for each matrix.
 
     Attributes:
-      mine: of this worker, as they were sent; zero where nothing was delivered.
-      mean: over the workers; zero where nothing was delivered.
+      mine: the factors of this worker, as they were sent; zero if nothing was delivered.
+      mean: the means over the workers; zero if nothing was delivered.
       fits: ``bool[]`` each, the same on every worker: whether it was delivered.
-      rider: ``f32[d]``, the sum of what rode along in the same message.
+      rider: ``f32[d]``, the sum of the riders of the same message.
     """
 
     mine: list[jax.Array]
@@ -43,16 +43,16 @@ Add = Callable[[Sequence[jax.Array], jax.Array], Sum]
 
 
 class Product(NamedTuple):
-    """Matrices as products ``left @ right``, a list with one for each.
+    """Matrices as products ``left @ right``, as lists with an entry for each.
 
     Attributes:
       left: ``f32[rows, r]``, of this worker.
       right: ``f32[r, cols]``, of this worker.
-      mean_left: the same for the mean over the workers.
-      mean_right: the same.
-      fits: ``bool[]`` each, whether it was delivered; where it was not the products are zero.
-      factors: for the next step.
-      rider: ``f32[d]``, the sum of what rode along.
+      mean_left: ``left`` for the mean over the workers.
+      mean_right: ``right`` for the mean over the workers.
+      fits: ``bool[]`` each, whether it was delivered; if not, the products are zero.
+      factors: the factors for the next step.
+      rider: ``f32[d]``, the sum of the riders.
     """
 
     left: list[jax.Array]
@@ -65,14 +65,14 @@ class Product(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What a phase starts from.
+    """The inputs of a phase.
 
     Attributes:
-      accs: ``f32[rows, cols]`` each, of this worker.
-      factors: from the last step.
-      matrices: their shapes.
+      accs: ``f32[rows, cols]`` each, the accumulators of this worker.
+      factors: the factors from the last step.
+      matrices: the shapes of the matrices.
       rank: r.
-      rider: ``f32[d]``, what rides along with the first message.
+      rider: ``f32[d]``, sent along with the first message.
     """
 
     accs: list[jax.Array]
@@ -95,13 +95,13 @@ class Given(NamedTuple):
 def power_iteration(given: Given, add: Add) -> Product:
     """One step of subspace iteration (PowerSGD, Algorithm 1), with two sums.
 
-    The error that a worker keeps is that of its own product, ``M - P Q^T``. PyTorch's hook
-    keeps ``M - P mean(Q)^T``. Over the workers it adds up to the same, and so
-    it trains the same, but what the workers disagree about would pile up in the residuals, to
+    A worker keeps the error of its own product, ``M - P Q^T``. PyTorch's hook keeps
+    ``M - P mean(Q)^T``. Over the workers both add up to the same, so the training is the same, but
+    with the latter the disagreement of the workers would accumulate in the residuals, only to
     cancel in their sum.
     """
     rights = given.rights
-    # P = M Q, and its mean. How long the columns of Q are does not matter to the space.
+    # P = M Q, and its mean. The lengths of the columns of Q do not matter to the space.
     sent = [times(acc, unit(right.T)) for acc, right in zip(given.accs, rights, strict=True)]
     first = add(sent, given.rider)
     # An orthonormal basis of it; Q = M^T P, and its mean.
@@ -125,7 +125,7 @@ def project_rows(given: Given, add: Add) -> Product:
 
 
 def project_columns(given: Given, add: Add) -> Product:
-    """The steps in between: ``Q = M^T P`` for an orthonormal P, with one sum."""
+    """The second, fourth, ... step: ``Q = M^T P`` for an orthonormal P, with one sum."""
     bases = [basis(left) for left in given.lefts]
     sent = [times(base.T, acc) for base, acc in zip(bases, given.accs, strict=True)]
     total = add(sent, given.rider)
@@ -141,5 +141,5 @@ def where(fits: Sequence[jax.Array], factors: Sequence[jax.Array]) -> list[jax.A
 def _next(
     fits: Sequence[jax.Array], new: Sequence[jax.Array], old: Sequence[jax.Array]
 ) -> jax.Array:
-    """Where nothing was delivered the old ones stay."""
+    """The new factors, or the old ones if nothing was delivered."""
     return _factors.joined([jnp.where(*x) for x in zip(fits, new, old, strict=True)])

@@ -32,10 +32,10 @@ def sparse_adamw(
     allreduce: SparseAllreduce | None = None,
     **options: Unpack[FeedbackOptions],
 ) -> optax.GradientTransformationExtraArgs:
-    r"""AdamW whose workers exchange a few entries at each step.
+    r"""A variant of AdamW whose workers exchange a few entries at each step.
 
     Each worker divides its gradient by the root of its own second moment
-    (:func:`scale_by_local_adam`), and what it accumulates are updates of the parameters:
+    (:func:`scale_by_local_adam`), so its residual holds updates of the parameters:
 
     .. math::
 
@@ -44,59 +44,62 @@ def sparse_adamw(
         m &= \tfrac{1}{P} \, allreduce(select(acc_i)) \\
         w &= w + m - \tfrac{3}{4} (m - clip(m, \pm \alpha_t \, limit)) - \alpha_t \lambda w
 
-    where g_i is the gradient at ``w + a residual_i`` (step-ahead, see :func:`residual`). Updates
-    that accumulated for many steps would arrive at once and could overshoot, so an entry moves
-    by ``limit`` learning rates and by a quarter of what is beyond; the rest stays in the residuals.
-    No more of an entry waits there after a delivery than three times the most that arrived between
-    two of them: a steady direction moves at the rate of the dense optimizer.
-    The exchange is :func:`sparse_collectives.allreduce.agreed` in few bits: at the default
-    density ``4 k (P-1)/P`` words for up to 8 workers and 4.8 for up to 34, with k = 1 % of n,
-    about what :func:`ok_topk` needs for 1 %.
+    where g_i is the gradient at the look-ahead parameters ``w + a residual_i`` (see
+    :func:`residual`). Updates that accumulated for many steps could overshoot if they were applied
+    at once, so an entry moves by ``limit`` learning rates and by 25 % of the excess; the rest
+    stays in the residuals. After a delivery, the residual of an entry is at most three times the
+    largest sum that accumulated between two deliveries, so a steady direction moves as fast as
+    with the dense optimizer. The exchange is :func:`sparse_collectives.allreduce.agreed` in few
+    bits. At the default density a worker receives ``4 k (P-1)/P`` words for up to 8 workers and
+    ``4.8 k (P-1)/P`` for up to 34, with k = 1 % of n, about as much as :func:`ok_topk` at 1 %.
 
-    There is no first moment: the wait in the residuals averages gradients already. In rounds
-    (``every``) there is one, that of each worker's own gradients, as local steps do not wait.
+    There is no first moment, since accumulation in the residuals averages gradients already. In
+    rounds (``every``) each worker has a first moment of its own gradients, since local steps are
+    applied at once.
 
-    In ``optax.inject_hyperparams`` the rate, b2, eps, weight_decay, gain and limit may change from
-    step to step; ``density`` and ``dense_steps``, where they are given, and functions (``mask``,
-    ``dense_leaves``) belong into its ``static_args=``.
+    In ``optax.inject_hyperparams`` the learning rate, b2, eps, weight_decay, gain and limit may
+    change from step to step. Name ``density`` and ``dense_steps``, if they are given, and
+    functions (``mask``, ``dense_leaves``) in its ``static_args=``.
 
     Args:
-      learning_rate: a number or a schedule. Begin with the rate of the dense AdamW.
+      learning_rate: a number or a schedule. Begin with the learning rate of the dense AdamW.
       density: k / n, the share of the parameters that move at a step, in (0, 1]. None: 0.05.
-      axis: the mesh axis (or a tuple of them) of the data-parallel workers.
-      b1: decay of the first moment, in rounds alone. None: 0.9, or none with other ``moments`` than
-        those of entries.
+      axis: the mesh axis (or a tuple of axes) of the data-parallel workers.
+      b1: decay of the first moment, which exists in rounds only. None: 0.9, or no first moment if
+        ``moments`` is not ``"entries"``.
       b2: decay of the second moments.
-      eps: as in Adam.
-      weight_decay: as in ``optax.adamw``, behind the exchange.
-      mask: where there is weight decay, as in ``optax.adamw``.
-      gain: what the learning rate is multiplied with, for the noise of one worker's
-        gradient. None: sqrt(P / 2), but 1 at least and 2 at most.
-      limit: what an entry moves in a step before three quarters of the rest are held back, as a
-        multiple of the learning rate; below a density of 5 % it is multiplied with
-        0.05 / density, as an entry waits 1 / density steps for its turn. None: nothing is held
-        back.
-      moments: what is kept of the second moments, as in :func:`scale_by_local_adam`: ``"entries"``,
-        or where n float32 for each worker are too many ``"factors"``, as Adafactor, or ``"rows"``.
-      every: H, steps from one exchange to the next (None: 1), for links on which a message takes
-        longer than a step. In between each worker goes on by itself: it takes its gradients at
-        parameters to which all of its own residual has been applied, and sends nothing
-        (:func:`sparse_allreduce`). There is a first moment then, n float32 more for each worker,
-        the gain is 1 by default, ``step_ahead`` infinite, and the limit H times as large.
-      selector: by default ``select.topk(density=density)``.
-      allreduce: by default ``agreed(bits=None)``.
+      eps: added to the root, as in Adam.
+      weight_decay: decoupled weight decay as in ``optax.adamw``, after the exchange.
+      mask: the leaves with weight decay, as in ``optax.adamw``.
+      gain: the learning-rate multiplier that makes up for the noise of one worker's
+        gradient. None: sqrt(P / 2), but at least 1 and at most 2.
+      limit: update clipping, as a multiple of the learning rate. If an entry of an update exceeds
+        it, 75 % of the excess stays in the residuals. Below a density of 5 % the limit is
+        multiplied by 0.05 / density, since an entry waits 1 / density steps for its turn. None:
+        no clipping.
+      moments: how second moments are stored, as in :func:`scale_by_local_adam`: ``"entries"``, or
+        if n float32 for each worker are too many, ``"factors"`` (as Adafactor) or ``"rows"``.
+      every: H, the steps from one exchange to the next (None: 1), for links on which a message
+        takes longer than a step. Between exchanges each worker sends nothing and takes its
+        gradients at parameters to which all of its own residual has been applied
+        (:func:`sparse_allreduce`). It then has a first moment, n float32 more for each worker.
+        The gain is 1 by default, ``step_ahead`` is infinite, and the limit is H times as large.
+      selector: the local selection; by default ``select.topk(density=density)``.
+      allreduce: the exchange; by default ``agreed(bits=None)``.
       **options: ``nonfinite``, ``residual``, ``dense_steps`` and ``dense_leaves`` of
-        :func:`sparse_allreduce`. The residual is by default in float32, with
-        ``step_ahead=1.0``, or ``math.inf`` with an exchange every so many steps.
+        :func:`sparse_allreduce`. By default the residual is float32 with ``step_ahead=1.0``,
+        or ``math.inf`` with ``every`` above 1.
 
     Returns:
       An ``optax.GradientTransformationExtraArgs`` whose updates are ready for
-      ``optax.apply_updates``. Its state is a :class:`SparseAllreduceState`. What waits at the end
-      of a training is applied by :func:`flush`; with a rate that falls to 0 it is little.
+      ``optax.apply_updates``. Its state is a :class:`SparseAllreduceState`. At the end of a
+      training :func:`flush` applies the residuals, which are small if the learning rate has
+      fallen to 0.
 
     Raises:
-      ValueError: an argument out of its range; at ``update``, weight decay without ``params``.
-      TypeError: ``b1=``, or anything besides the rate without its name.
+      ValueError: an argument is out of its range; ``b1`` without ``every``, or with other
+        ``moments`` than ``"entries"``; at ``update``, weight decay without ``params``.
+      TypeError: an argument other than the learning rate is given without its name.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax_ext

@@ -1,6 +1,6 @@
-"""What the optimizers have in common.
+"""Common parts of the optimizers.
 
-The preconditioner and the rate stand in front of the exchange, the decay behind it.
+The preconditioner and the learning rate come before the exchange, weight decay after it.
 """
 
 import functools
@@ -40,41 +40,40 @@ def scale_by_local_adam(
 
         v_i = b_2 v_i + (1 - b_2) g_i^2, \quad u_i = g_i / (\sqrt{v_i / (1 - b_2^t)} + eps)
 
-    For ``sparse_allreduce(..., local=)``, in a chain with the learning rate. Adam behind a
-    sparse allreduce sees an entry once in T steps, T gradients at a time, and divides it by
-    a moment that is sqrt(T) times too large. Here every gradient is divided when it is
-    made, and what waits in a residual is a step of the parameters.
+    Use it in a chain with the learning rate as ``sparse_allreduce(..., local=)``. Adam after a
+    sparse allreduce sees an entry once in T steps, as the sum of T gradients, and divides it by
+    a root that is sqrt(T) times too large. Here every gradient is divided in the step that
+    computes it, and the residual holds updates of the parameters.
 
-    A worker's gradient is noisier than their mean, and its moment larger: by sqrt(P) where
-    there is nothing but noise. The learning rate has to make up for that
-    (:func:`sparse_adamw` does).
+    The gradient of one worker has more noise than the mean gradient, and its second moment is
+    larger: the root is larger by up to sqrt(P), if the gradient is all noise. The learning rate
+    has to make up for that, as it does in :func:`sparse_adamw`.
 
-    Cost: n float32 for each worker, read and written at each step; of ``moments="factors"``
-    r + c for a matrix [r, c], and of ``"rows"`` r. No words, unless ``average_every`` is given.
+    Cost: n float32 for each worker, read and written at each step; for a matrix [r, c], r + c
+    with ``moments="factors"`` and r with ``"rows"``. No words, unless ``average_every`` is given.
 
     Args:
-      b2: decay of the second moments, in [0, 1); or ``f32[]``, of ``optax.inject_hyperparams``.
+      b2: decay of the second moments, in [0, 1), or ``f32[]`` from ``optax.inject_hyperparams``.
       eps: added to the root, as in Adam.
       axis: the mesh axis of the workers, for ``average_every``.
-      average_every: every so many steps the second moments are averaged over the workers,
-        by a dense allreduce of n float32, or of what ``moments`` keeps. None: never. It is for
-        workers whose data differ.
-      moments: what is kept of the squares. ``"entries"``: the moment of each entry, as Adam does.
-        ``"factors"``: where n float32 for each worker are too many, means over rows and over
-        columns, whose product over their mean stands for the moment of an entry: Adafactor
-        (Shazeer and Stern 2018, section 3), with the b2, the eps and the correction of the bias of
-        Adam, and without its clipping of updates. ``"rows"``: those over rows alone, one
-        number for each row, which is cheaper still. Of a leaf of more than two axes the two
-        largest are those of a matrix, as in ``optax.adafactor``; one that has no two axes longer
-        than 1, such as a vector, keeps the moments of its entries. A checkpoint with other moments
-        is refused.
+      average_every: the second moments are averaged over the workers once in this many steps,
+        by a dense allreduce of all numbers that ``moments`` stores. None: never. Use it if the
+        workers have different data.
+      moments: how the second moments are stored. ``"entries"``: one for each entry, as in Adam.
+        ``"factors"``, for less memory: means over rows and over columns, as in Adafactor (Shazeer
+        and Stern 2018, section 3). The product of two such means, divided by their overall mean,
+        approximates the moment of an entry. b2, eps and the bias correction are as in Adam, and
+        Adafactor's update clipping is left out. ``"rows"``: means over rows only, one number for
+        each row, the cheapest. In a leaf of more than two axes the two largest are the axes of
+        the matrix, as in ``optax.adafactor``. A leaf without two axes longer than 1, such as a
+        vector, has a moment for each entry. A checkpoint with other moments is refused.
 
     Returns:
       An ``optax.GradientTransformationExtraArgs``.
 
     Raises:
-      ValueError: an argument out of its range, or no such ``moments``; ``average_every`` without
-        ``axis``.
+      ValueError: an argument is out of its range; ``moments`` has another value;
+        ``average_every`` without ``axis``.
 
     Example:
       >>> import jax.numpy as jnp
@@ -85,14 +84,14 @@ def scale_by_local_adam(
     """
     b2 = _checks.check_hyperparameter("b2", b2, 0.0, 1.0)
     if isinstance(b2, float) and b2 == 1.0:
-        raise ValueError("b2 must be less than 1, got 1.0: nothing would be learned of gradients.")
+        raise ValueError("b2 must be less than 1, got 1.0: second moments would ignore gradients.")
     eps = _checks.check_hyperparameter("eps", eps, 0.0, 1.0)
     _validation.check_choice("moments", moments, _moments.MOMENTS)
     if average_every is not None:
         average_every = _validation.check_positive_int("average_every", average_every)
         if axis is None:
             raise ValueError(
-                f"average_every={average_every} averages over the workers, and nothing says which. "
+                f"average_every={average_every} averages over the workers, which needs their axis. "
                 "Give the mesh axis of the workers as axis=."
             )
 
@@ -128,33 +127,34 @@ def scale_by_local_adam(
 
 
 def _averaged(nu: Any, now: jax.Array, axis: AxisName) -> Any:
-    """The mean over the workers where ``now``, which is the same on all of them."""
+    """The mean over the workers if ``now``, which is the same on all of them."""
 
     def mean(tree):
         return jax.tree.map(
             lambda v: _compat.to_varying(transport.pmean(v, axis), axis).astype(v.dtype), tree
         )
 
-    # A count of each worker's own is typed as such, and all have the same.
+    # The count is typed as varying over the workers, although all of them have the same count.
     now = transport.psum(now.astype(jnp.int32), axis) > 0
     return lax.cond(now, mean, lambda tree: tree, nu)
 
 
-# What is None by default is no number that optax.inject_hyperparams makes an array of.
+# The default stands here, and the argument is None: optax.inject_hyperparams would make an array
+# of a number.
 DENSITY = 0.05
-# Of local steps.
+# The default b1 of local steps.
 FIRST_MOMENT = 0.9
 
 
 def in_front(
     learning_rate: optax.ScalarOrSchedule, gain: float | None, axis: AxisName, every: int = 1
 ) -> optax.GradientTransformationExtraArgs:
-    """Updates of the parameters: minus the rate, times the gain, times what comes in.
+    """Updates of the parameters: incoming values times minus the learning rate and the gain.
 
     Args:
       learning_rate: a number, or a schedule of the steps that were not skipped.
-      gain: None: that of :func:`default_gain`, and 1 for local steps.
-      axis: of the workers.
+      gain: None: :func:`default_gain`, or 1 for local steps.
+      axis: the mesh axis of the workers.
       every: steps from one exchange to the next.
     """
     if gain is None and every > 1:
@@ -171,18 +171,18 @@ def in_front(
 
 
 def default_gain(workers: int) -> float:
-    """What makes up for the noise of one worker's gradient: sqrt(P / 2), from 1 to 2."""
+    """The learning-rate multiplier for the noise of one worker: sqrt(P / 2), from 1 to 2."""
     return min(2.0, max(1.0, (workers / 2) ** 0.5))
 
 
 def first_moment(b1: Any, every: int, moments: str) -> float | jax.Array | None:
-    """The decay of a first moment; None: there is none."""
+    """The decay of the first moment; None if there is no first moment."""
     if b1 is None:
         return FIRST_MOMENT if every > 1 and moments == "entries" else None
     if every == 1:
         raise ValueError(
             f"b1={b1!r} is for rounds (every=), and with an exchange at every step there is no "
-            "first moment: the wait in the residuals averages gradients already. Leave b1 out."
+            "first moment, because the residuals average gradients already. Leave b1 out."
         )
     if moments != "entries":
         raise ValueError(
@@ -195,7 +195,7 @@ def first_moment(b1: Any, every: int, moments: str) -> float | jax.Array | None:
 def limit_of(
     limit: float | None, learning_rate: optax.ScalarOrSchedule, density: float, every: int
 ) -> optax.ScalarOrSchedule | None:
-    """The limit of an entry of an update, from what it is as a multiple of the rate."""
+    """The limit of an entry of an update, from its multiple of the learning rate."""
     if limit is None:
         return None
     if callable(limit):
@@ -204,7 +204,7 @@ def limit_of(
             "the learning rate, which may be a schedule."
         )
     _checks.check_positive_limit(limit)
-    # An entry waits 1 / density exchanges for its turn, and what it has then are as many updates.
+    # An entry waits 1 / density exchanges for its turn, and has accumulated as many updates then.
     factor = limit * max(1.0, DENSITY / _validation.check_density(density)) * every
     if callable(learning_rate):
         return lambda count: factor * learning_rate(count)
@@ -225,11 +225,11 @@ def whole(
     every: int | None = None,
     **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer with ``local``, which has the rate, before the accumulation.
+    """An optimizer with ``local``, which applies the learning rate, before the accumulation.
 
-    The defaults of what is None are those that :func:`optax_ext.sparse_adamw` documents, and
-    ``options`` are those of :func:`optax_ext.sparse_allreduce`. With ``elementwise`` what ``local``
-    does to an entry does not depend on its leaf.
+    An argument that is None has the default that :func:`optax_ext.sparse_adamw` documents.
+    ``options`` are options of :func:`optax_ext.sparse_allreduce`. ``elementwise`` says that
+    ``local`` treats each entry independently of its leaf.
     """
     sparse = sparse_allreduce(
         selection(density, selector),
@@ -243,7 +243,7 @@ def whole(
 
 
 def _ahead_by(every: int) -> Residual:
-    """With an exchange at every step a worker is ahead by its share, in a round by all of it."""
+    """The look-ahead: the worker's share of its residual, or in rounds all of the residual."""
     return how_kept(step_ahead=1.0 if every == 1 else math.inf)
 
 
@@ -253,16 +253,16 @@ def decayed(
     weight_decay: float | jax.Array,
     mask: Any,
 ) -> optax.GradientTransformationExtraArgs:
-    """``sparse`` with weight decay behind it, which every worker computes by itself.
+    """``sparse`` followed by weight decay, which every worker computes locally.
 
-    The state is that of ``sparse``; a step that it skips decays nothing.
+    The state is the state of ``sparse``; a step that ``sparse`` skips decays nothing.
 
     Args:
-      sparse: a :func:`sparse_allreduce` whose updates are those of the parameters.
-      learning_rate: what the decay is multiplied with.
-      weight_decay: of the parameters, for a rate of 1.
-      mask: a tree of booleans like the parameters, or a function from them to it: where
-        there is decay. None: everywhere.
+      sparse: a :func:`sparse_allreduce` whose output are updates of the parameters.
+      learning_rate: the factor on the decay.
+      weight_decay: the decay of the parameters for a learning rate of 1.
+      mask: a tree of booleans like the parameters, or a function from the parameters to one;
+        True marks leaves that decay. None: all leaves.
     """
     weight_decay = _checks.check_hyperparameter("weight_decay", weight_decay, 0.0, float("inf"))
     if isinstance(weight_decay, float) and not weight_decay:
@@ -297,18 +297,17 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 _MOMENTUM = {
-    "b1": "there is no first moment, as the wait in the residuals averages gradients already. "
-    "Leave b1 out",
-    "momentum": "the wait in the residuals is a momentum already. Leave momentum out, and begin "
-    "with 1 / (1 - momentum) times the rate",
+    "b1": "there is no first moment, because the residuals average gradients already. Leave b1 out",
+    "momentum": "the residuals act as momentum already. Leave momentum out, and begin with "
+    "1 / (1 - momentum) times the learning rate",
 }
 
 
 def rate_alone(factory: Callable[_P, _T]) -> Callable[_P, _T]:
-    """The factory, which says what to write to who calls it as the optimizer of optax.
+    """The factory with errors that help users of the optimizers of optax.
 
-    Its second argument is a density, where that of ``optax.adamw`` is b1 and that of
-    ``optax.sgd`` a momentum: 0.9 is legal for all of them.
+    A second positional argument could be meant as ``b1``, as in ``optax.adamw``, as the momentum,
+    as in ``optax.sgd``, or as the density, and 0.9 is valid for each of them.
 
     Args:
       factory: its first parameter is the learning rate, and all others are keywords.
@@ -321,8 +320,8 @@ def rate_alone(factory: Callable[_P, _T]) -> Callable[_P, _T]:
             raise TypeError(
                 f"{name} takes the learning rate and keywords, got {args[1]!r} as well: write "
                 f"{name}(learning_rate, density={args[1]!r}, axis=...), if it is the density that "
-                "you mean. (The second argument of optax.adamw is b1, and that of optax.sgd "
-                "momentum; these have no place here.)"
+                "you mean. (The second argument is b1 in optax.adamw and momentum in optax.sgd; "
+                "neither is valid here.)"
             )
         for momentum, reason in _MOMENTUM.items():
             if momentum in kwargs and momentum not in known:

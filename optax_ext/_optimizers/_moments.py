@@ -1,4 +1,4 @@
-"""Second moments of a worker's gradient: of each entry, by row and column, or by row."""
+"""Second moments of a worker's gradient: by entry, by row and column, or by row."""
 
 import math
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ import numpy as np
 
 from optax_ext._step import _accumulation
 
-# What is kept of the squares of a matrix [r, c]: all r * c, r + c, or r.
+# The numbers that are stored for a matrix [r, c]: r * c, r + c, or r.
 MOMENTS = ("entries", "factors", "rows")
 
 
@@ -30,8 +30,8 @@ class ScaleByLocalRowsState(NamedTuple):
 
     Attributes:
       count: ``i32[]``, gradients seen.
-      nu: means of the second moments over each row, with a 1 for the axis along it; of a leaf that
-        has no rows the second moments.
+      nu: means of the second moments over each row, with length 1 along the row; for a leaf that
+        is no matrix, the second moments.
     """
 
     count: jax.Array
@@ -44,8 +44,8 @@ class ScaleByLocalFactorsState(NamedTuple):
     Attributes:
       count: ``i32[]``, gradients seen.
       nu: as in :class:`ScaleByLocalRowsState`.
-      columns: means over each column, with a 1 for the axis along it; nothing but a number for a
-        leaf that has no rows, so that there is one array for each.
+      columns: means over each column, with length 1 along the column; an unused ``f32[]`` for a
+        leaf that is no matrix, so that every leaf has an array.
     """
 
     count: jax.Array
@@ -68,10 +68,10 @@ def state_of(moments: str, params: Any) -> Any:
 
 
 def _zeros(shape: tuple[int, ...], which: int) -> jax.Array:
-    """Of the rows (0) or the columns (1) of a leaf.
+    """Zeros for the rows (0) or the columns (1) of a leaf.
 
-    The two largest axes are those of a matrix, the later ones of equal ones, and all others are of
-    a stack of matrices, as in ``optax.adafactor``: layers that are scanned over share nothing.
+    The two largest axes, the later ones among equals, are the axes of a matrix, as in
+    ``optax.adafactor``. The others stack matrices, so layers that are scanned over share nothing.
     """
     matrix = sorted(int(axis) for axis in np.argsort(shape, kind="stable")[-2:])
     if len(matrix) < 2 or min(shape[axis] for axis in matrix) < 2:
@@ -81,31 +81,31 @@ def _zeros(shape: tuple[int, ...], which: int) -> jax.Array:
 
 
 def bounded(gradient: jax.Array) -> jax.Array:
-    """NaN for what is so large that a mean of squares would overflow, so that it is seen."""
+    """NaN for entries whose mean of squares could overflow, so that the step's check sees them."""
     small = jnp.abs(gradient) < _accumulation.LARGEST_GRADIENT
     return jnp.where(small, gradient, jnp.nan)
 
 
 def next_of(moment: jax.Array, gradient: jax.Array, b2: Any) -> jax.Array:
-    """The moment with this gradient in it: of its entries, or of means of their squares."""
-    if moment.ndim < gradient.ndim:  # Of a leaf that has no columns.
+    """The moment after this gradient: of its entries, or of means of their squares."""
+    if moment.ndim < gradient.ndim:  # The unused number of a leaf that is no matrix.
         return moment
-    # What a skipped step, or one that drops an entry, must not leave in the moments of a row.
+    # A skipped step, or a dropped entry, must leave no NaN in the moments of a row.
     gradient = jnp.where(jnp.isnan(gradient), 0.0, gradient)
     return b2 * moment + (1 - b2) * _mean(gradient * gradient, moment)
 
 
 def root_of(moment: jax.Array, columns: jax.Array | None, correction: jax.Array) -> jax.Array:
-    """The root of the second moments, without bias; of factors r and c, of r c / mean(c)."""
+    """The root of the second moments without bias; for factors r and c, of r c / mean(c)."""
     root = jnp.sqrt(moment / correction)
     if columns is None or columns.ndim < 2:
         return root
-    mean = _mean(columns, moment)  # 0 before the first gradient that is not, and that of r.
+    mean = _mean(columns, moment)  # The same as the mean of r; 0 until a gradient is not 0.
     return root * jnp.sqrt(columns / jnp.where(mean > 0, mean, 1.0))
 
 
 def _mean(x: jax.Array, like: jax.Array) -> jax.Array:
-    """Along the axes in which ``like`` is of length 1; no sum is larger than what is in ``x``."""
+    """The mean along axes of length 1 in ``like``; no partial sum exceeds the largest of ``x``."""
     axes = tuple(axis for axis, size in enumerate(like.shape) if size == 1)
     if all(x.shape[axis] == 1 for axis in axes):
         return x

@@ -34,32 +34,34 @@ def sparse_sgd(
         acc_i &= residual_i - \alpha_t \, g_i \\
         w &= w + \tfrac{1}{P} \, allreduce(select(acc_i)) - \alpha_t \lambda w
 
-    where g_i is the gradient at ``w + a residual_i`` (step-ahead, see :func:`residual`).
-    A residual keeps the rate of the step that it comes from, as in Algorithm 2 of Ok-Topk
-    (:func:`ok_topk_sgd`), and is an update of the parameters. The exchange, and the words that
-    it takes, are those of :func:`sparse_adamw`.
+    where g_i is the gradient at the look-ahead parameters ``w + a residual_i`` (see
+    :func:`residual`). The residual holds updates of the parameters, each scaled by the learning
+    rate of the step that produced it, as in Algorithm 2 of Ok-Topk (:func:`ok_topk_sgd`). The
+    exchange and its words are the same as in :func:`sparse_adamw`.
 
-    The wait in the residuals is a momentum of its own. In place of SGD with momentum m begin
-    with ``1 / (1 - m)`` times its rate, and no momentum.
+    Accumulation in the residuals acts as a momentum. To replace SGD with momentum m, begin
+    with ``1 / (1 - m)`` times its learning rate and no momentum.
 
     Args:
       learning_rate: a number or a schedule.
-      density: see :func:`sparse_adamw`, as for all that is not said here.
-      axis: the mesh axis of the workers.
-      weight_decay: behind the exchange, decoupled as in ``optax.adamw``.
-      mask: where there is weight decay.
-      every: H, steps from one exchange to the next.
-      selector: the local selection.
-      allreduce: of what was selected.
+      density: k / n, the share of the parameters that move at a step, in (0, 1]. None: 0.05.
+      axis: the mesh axis (or a tuple of axes) of the data-parallel workers.
+      weight_decay: decoupled weight decay as in ``optax.adamw``, after the exchange.
+      mask: the leaves with weight decay, as in ``optax.adamw``.
+      every: H, the steps from one exchange to the next, as in :func:`sparse_adamw`.
+      selector: the local selection; by default ``select.topk(density=density)``.
+      allreduce: the exchange; by default ``agreed(bits=None)``.
       correction: momentum before the accumulation, from :func:`momentum_correction`.
-      **options: as of :func:`sparse_adamw`.
+      **options: ``nonfinite``, ``residual``, ``dense_steps`` and ``dense_leaves``, with the same
+        defaults as in :func:`sparse_adamw`.
 
     Returns:
-      An ``optax.GradientTransformationExtraArgs``, as :func:`sparse_adamw` returns it.
+      An ``optax.GradientTransformationExtraArgs``, as from :func:`sparse_adamw`.
 
     Raises:
-      ValueError: an argument out of its range; at ``update``, weight decay without ``params``.
-      TypeError: ``momentum=``, or anything besides the rate without its name.
+      ValueError: an argument is out of its range; at ``update``, weight decay without ``params``.
+      TypeError: ``momentum=`` is given, or an argument other than the learning rate is given
+        without its name.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax_ext

@@ -1,1 +1,1 @@
-"""The state of a sparse allreduce from outside: where it is, how it is saved and reshaped."""
+"""The state of a sparse allreduce from outside: its placement, checkpoints and resharding."""

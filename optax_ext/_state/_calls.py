@@ -1,6 +1,6 @@
-"""Calls from outside: arguments in another order, or of another kind, than a function takes.
+"""Checks of calls from outside: swapped arguments, or arguments of the wrong kind.
 
-A state has the rows of all workers, and each has what it kept itself.
+An optimizer state has a row for every worker, and each row must be that worker's own.
 """
 
 import math
@@ -18,7 +18,7 @@ from sparse_collectives import _compat
 
 
 def check_transformation(call: str, tx: Any, mesh: Any, *kinds: type) -> None:
-    """``tx`` is a transformation, and ``mesh`` a mesh; ``call`` is how it is written."""
+    """Checks that ``tx`` is a transformation and ``mesh`` a mesh; ``call`` is a correct call."""
     if not all(callable(getattr(tx, name, None)) for name in ("init", "update")):
         raise TypeError(
             f"tx must be an optax.GradientTransformation, got {_described(tx)}. Write {call}."
@@ -28,7 +28,7 @@ def check_transformation(call: str, tx: Any, mesh: Any, *kinds: type) -> None:
 
 
 def check_order(call: str, params: Any, opt_state: Any) -> None:
-    """The state is where ``call`` has it, and no state is in the place of the parameters."""
+    """Checks that ``params`` and ``opt_state`` have not changed places in ``call``."""
     if isinstance(params, Mesh | AbstractMesh):
         raise TypeError(f"params is a mesh. Write {call}.")
     if _find.reductions(params) and not _find.reductions(opt_state):
@@ -39,7 +39,7 @@ def check_order(call: str, params: Any, opt_state: Any) -> None:
 
 
 def check_workers(opt_state: Any, mesh: Mesh) -> None:
-    """The state has the rows of all workers of the mesh."""
+    """Checks that the state has the rows of all workers of the mesh."""
     for state in _find.get_states(opt_state):
         check_all_rows("opt_state", state)
         names = _compat.axis_names(state.settings.axis)
@@ -51,9 +51,9 @@ def check_workers(opt_state: Any, mesh: Mesh) -> None:
             devices = "" if state.devices == parts == 1 else f" of {state.devices} devices"
             here = "" if state.devices == parts == 1 else f" of {parts}"
             raise ValueError(
-                f"opt_state is that of {state.workers} workers{devices}, and the mesh has "
-                f"{workers}{here} along {state.settings.axis!r}. Make it one of these, with what "
-                "the residuals hold: opt_state = optax_ext.reshard(opt_state, "
+                f"opt_state was made for {state.workers} workers{devices}, and the mesh has "
+                f"{workers}{here} along {state.settings.axis!r}. Move its residuals to the workers "
+                "of the mesh with opt_state = optax_ext.reshard(opt_state, "
                 "optax_ext.init_state(tx, params, mesh))."
             )
 
@@ -65,7 +65,7 @@ def _described(value: Any) -> str:
 
 
 def check_mesh_axis(axis: Any) -> None:
-    """The axis is that of a mesh, and no MPI communicator."""
+    """Checks that the axis belongs to a mesh and is not an MPI communicator."""
     if _compat.ranks(axis):
         raise ValueError(
             "the axis of the transformation is an MPI communicator, and this is for the axes of a "
@@ -80,7 +80,7 @@ def check_mesh_axis(axis: Any) -> None:
 
 
 def check_axis(axis: Any, names: tuple[str, ...]) -> None:
-    """Every name of ``axis`` is the name of an axis of the mesh."""
+    """Checks that every name of ``axis`` is the name of an axis of the mesh."""
     check_mesh_axis(_compat.static_axis(axis))
     missing = [name for name in _compat.axis_names(axis) if name not in names]
     if missing:
@@ -91,21 +91,21 @@ def check_axis(axis: Any, names: tuple[str, ...]) -> None:
         )
 
 
-# What becomes of a state that is damaged already.
+# The advice for a state that is already damaged.
 _GO_ON = (
-    "To go on from what is there, the rest being lost: optax_ext.reshard(opt_state, "
+    "To continue with the remaining residuals (the others are lost): optax_ext.reshard(opt_state, "
     "optax_ext.init_state(tx, params, mesh))"
 )
 
 
 def copies(node: SparseAllreduceState) -> np.ndarray:
-    """The workers whose residual is another's, ``i32[c]``, as far as this process has them.
+    """The workers whose residual is a copy of another worker's, ``i32[c]``, in this process.
 
-    None of shapes, tracers and ranks, which say nothing.
+    Empty for shapes, for tracers, and over MPI, which do not show it.
     """
     owner = node.owner
     said = isinstance(owner, jax.Array | np.ndarray) and not isinstance(owner, Tracer)
-    # Over MPI each process has its own row, and not the rank of it.
+    # Over MPI each process has its own row, but the state does not record the rank.
     if not said or _compat.ranks(node.settings.axis):
         return np.zeros(0, np.int32)
     if isinstance(owner, np.ndarray) or owner.is_fully_addressable:
@@ -117,7 +117,7 @@ def copies(node: SparseAllreduceState) -> np.ndarray:
         ]
     found = []
     for first, owners in read:
-        # Under pmap there is one axis more.
+        # Under pmap the array has one more axis.
         owners = owners.reshape(-1)
         index = first + np.arange(len(owners))
         found.extend(index[(owners != index) & (owners != -1 - index)])
@@ -125,10 +125,10 @@ def copies(node: SparseAllreduceState) -> np.ndarray:
 
 
 def check_own(name: str, opt_state: Any) -> None:
-    """No worker has the residual of another one.
+    """Checks that no worker has the residual of another one.
 
     Raises:
-      ValueError: some have, with what to do.
+      ValueError: some workers do; the message says what to do.
     """
     for node in _find.get_states(opt_state):
         if len(found := copies(node)):
@@ -142,7 +142,7 @@ def check_own(name: str, opt_state: Any) -> None:
 
 
 def check_whole(name: str, node: SparseAllreduceState) -> None:
-    """The state of ``jax.pmap`` or of a mesh, and not that of one worker alone.
+    """Checks that a state comes from ``jax.pmap`` or a mesh, and not from a single worker.
 
     Raises:
       ValueError: it has the rows of fewer workers than it was made for.
@@ -152,8 +152,8 @@ def check_whole(name: str, node: SparseAllreduceState) -> None:
         return
     raise ValueError(
         f"{name} has the residual of {node.workers} of {workers} workers, as "
-        "flax.jax_utils.unreplicate leaves it: those of the others would be lost. Save the whole "
-        "state, with its leading axis (docs/checkpoints.md, pmap)."
+        "flax.jax_utils.unreplicate leaves it: the residuals of the others would be lost. Save the "
+        "whole state, with its leading axis (docs/checkpoints.md, pmap)."
     )
 
 
@@ -162,13 +162,13 @@ def _listed(workers: np.ndarray) -> str:
 
 
 def check_all_rows(name: str, node: SparseAllreduceState) -> None:
-    """The state has the rows of all workers."""
+    """Checks that the state has the rows of all workers."""
     if np.ndim(node.residual) != 2:
         raise ValueError(
             f"{name} is a state of jax.pmap: its residual has shape {np.shape(node.residual)}, and "
-            "every array an axis of the devices. This needs the state of all workers, whose "
-            "residual has a row for each. Take of what is each worker's own the rows, and of all "
-            "else the first:\n"
+            "every array has an axis of the devices. This function needs the state of all workers, "
+            "whose residual has a row for each. Keep the rows of the arrays that differ between "
+            "the workers, and the first copy of all others:\n"
             "    one = jax.tree.map(lambda x: x[0], opt_state)\n"
             "    opt_state = jax.tree.map(\n"
             "        lambda spec, x: x[:, 0] if len(spec) else x[0],\n"
@@ -187,11 +187,11 @@ def check_all_rows(name: str, node: SparseAllreduceState) -> None:
 
 
 def check_before_accumulation(updates: Any, inner: Any, params: Any) -> None:
-    """They are this worker's own, and taken a step ahead where the optimizer asks for it.
+    """Checks that gradients are local, and taken at ``ahead`` if the optimizer needs it.
 
     Args:
       updates: the gradients.
-      inner: the state of what is wrapped.
+      inner: the state of the wrapped transformation.
       params: the parameters, or None.
     """
     axis = _find.axis_of(inner)

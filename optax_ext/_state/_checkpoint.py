@@ -12,8 +12,8 @@ from optax_ext._state import _calls, _find, _init, _placement, _shards
 from optax_ext._step._sparse_state import SparseAllreduceState
 from sparse_collectives import __version__, _compat
 
-# Of the metadata and of what it describes. It grows when a state gets another structure, or
-# when a spec gets another meaning: not with every version of the library.
+# The format of the metadata and of the states that it describes. It grows when the structure of a
+# state or the meaning of a spec changes, and not with every version of the library.
 FORMAT = 5
 
 
@@ -27,23 +27,23 @@ def abstract_state(
 ) -> Any:
     """Shapes, dtypes and shardings of ``init_state``, without any array.
 
-    To restore a checkpoint into. Cost: one trace of ``tx.init``.
+    Use it as the target of a restored checkpoint. Cost: one trace of ``tx.init``.
 
     Args:
       tx: as for :func:`optax_ext.init_state`.
       params: the parameters, or their ``jax.ShapeDtypeStruct``s.
       mesh: the mesh. An ``AbstractMesh`` stands for workers that this program does
-        not have: those that wrote a checkpoint.
-      sharding: where to restore every array, instead of where ``init_state`` would
-        place it. Needed with an ``AbstractMesh``.
-      specs: as for :func:`optax_ext.init_state`, of parameters that other axes of the mesh shard
-        and that do not say so themselves.
+        not have, such as the workers that wrote a checkpoint.
+      sharding: the sharding of every restored array, instead of the placement that ``init_state``
+        would choose. Required with an ``AbstractMesh``.
+      specs: as for :func:`optax_ext.init_state`, for parameters that are sharded over other axes
+        of the mesh and do not carry that sharding themselves.
 
     Returns:
       A pytree of ``jax.ShapeDtypeStruct``.
 
     Raises:
-      ValueError: the mesh has no such axis; an ``AbstractMesh`` without ``sharding``.
+      ValueError: the mesh lacks the axis of ``tx``; an ``AbstractMesh`` without ``sharding``.
     """
     if sharding is None and not isinstance(mesh, Mesh):
         raise ValueError(
@@ -66,25 +66,27 @@ def abstract_state(
 
 
 def checkpoint_metadata(opt_state: Any) -> dict[str, Any]:
-    """What an optimizer state was made for, to save beside it; JSON can hold it.
+    """The settings that an optimizer state was made for, to save with it; JSON can hold them.
 
     Args:
       opt_state: the state of all workers, or its :func:`abstract_state`.
 
     Returns:
-      ``format``, a number that grows when states get another structure; ``version`` of the
-      library, for information; ``workers``, P; ``sparse``, for each
-      :class:`SparseAllreduceState` its path with workers, entries n, selector and
-      allreduce as their factories declare them, the states of the local transformation,
-      dtype and decay of the residual, the momentum correction, the steps from one exchange to the
-      next, the dense leaves, and the
-      shape and dtype of each parameter; ``arrays``, the path of every array with shape and
-      dtype.
+      A dict with
+
+      - ``format``: a number that grows when the structure of states changes.
+      - ``version``: the version of the library, for information.
+      - ``workers``: P.
+      - ``sparse``: for the path of each :class:`SparseAllreduceState`, the workers, the entries n,
+        the selector and allreduce as their factories declare them, the states of the local
+        transformation, the dtype and decay of the residual, the momentum correction, the steps
+        between two exchanges, the dense leaves, and the shape and dtype of each parameter.
+      - ``arrays``: the shape and dtype of every array, by its path.
 
     Raises:
-      ValueError: the state of one worker alone, or copied to all, as ``flax.jax_utils.unreplicate``
-        and ``replicate`` make them; a selector, allreduce or correction without a ``spec``: two
-        different ones could not be told apart.
+      ValueError: the state is of one worker alone, or was copied to all workers, as
+        ``flax.jax_utils.unreplicate`` and ``replicate`` do; a selector, allreduce or correction
+        has no ``spec``, without which two different ones look the same.
     """
     for path, node in jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=_find.is_state):
         if isinstance(node, SparseAllreduceState):
@@ -110,16 +112,16 @@ def checkpoint_metadata(opt_state: Any) -> dict[str, Any]:
 
 
 def check_metadata(saved: dict[str, Any], opt_state: Any) -> None:
-    """Whether a checkpoint fits, before anything of it is read.
+    """Checks that a checkpoint fits a state, before any of it is read.
 
     Args:
       saved: :func:`checkpoint_metadata` of the state in the checkpoint.
       opt_state: the state to restore into, or its :func:`abstract_state`.
 
     Raises:
-      TypeError: ``saved`` is not such a dictionary: the checkpoint has none.
-      ValueError: a checkpoint of another format; the number of workers, density, algorithm,
-        parameters, or any array's shape or dtype is another. It names all that differ.
+      TypeError: ``saved`` is not such a dictionary, so the checkpoint has no metadata.
+      ValueError: the checkpoint has another format, number of workers, density, algorithm,
+        parameters, or shape or dtype of an array. The message names up to 20 differences.
     """
     if not isinstance(saved, dict) or "arrays" not in saved:
         raise TypeError(
@@ -134,7 +136,7 @@ def check_metadata(saved: dict[str, Any], opt_state: Any) -> None:
     ]
     if not differences:
         return
-    # Arrays differ as a consequence; they are named where nothing else explains it.
+    # Differing arrays are a consequence; they are named only if nothing else explains them.
     causes = [text for text in differences if not text.startswith("arrays")] or differences
     advice = "Make the transformation with the settings of the checkpoint"
     workers = saved.get("workers")
@@ -203,8 +205,8 @@ def _declared(name: str, text: str | None) -> str:
         "correction": "optax_ext.MomentumCorrection",
     }[name]
     raise ValueError(
-        f"the {name} declares no spec, so that a checkpoint can't say what it was made with. Give "
-        f"it one where it is made: {kind}(..., "
+        f"the {name} declares no spec, so a checkpoint can't record its options. Pass spec= when "
+        f"you make it: {kind}(..., "
         f"spec=sparse_collectives.Spec.of('my_{name}', density=0.01))."
     )
 
@@ -224,15 +226,15 @@ def _differences(path: str, saved: Any, now: Any):
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Whether both are the same kind of value, and equal.
+    """Whether both values are of the same kind and equal.
 
-    A tuple is a list, as in JSON, and an integer of NumPy is an integer.
+    A tuple counts as a list, as in JSON, and an integer of NumPy as an integer.
     """
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(equal, one, other))
     if _is_integer(one) and _is_integer(other):
         return bool(one == other)
-    # Of an array no comparison says yes or no.
+    # Types come first, since a comparison with an array gives no single yes or no.
     return type(one) is type(other) and bool(one == other)
 
 

@@ -1,4 +1,4 @@
-"""No more workers: the residuals as one gradient."""
+"""The residuals at the end of a training: as one gradient, or applied to the parameters."""
 
 from typing import Any
 
@@ -14,14 +14,13 @@ from sparse_collectives import _compat
 
 
 def consolidate(params: Any, opt_state: Any) -> tuple[Any, Any]:
-    """All residuals as one dense gradient, and the state without them.
+    """Returns all residuals as one dense gradient, and the state without them.
 
-    For the end of a training, or before a model is exported: the residuals are
-    gradients that the parameters have not seen. The gradient is the mean over the
-    workers, as if a step delivered everything. It is not an update yet: give it to
-    the part of the optimizer that follows the sparse allreduce. Where the
-    residual holds the learning rate (``ok_topk_sgd``) it is subtracted from the
-    parameters as it is.
+    Use it at the end of a training, or before a model is exported: residuals hold gradients that
+    the parameters have not received. The result is the mean over the workers, as if one step
+    delivered everything. It is not an update yet: pass it to the part of the optimizer that
+    follows the sparse allreduce. If the residuals already include the learning rate
+    (``ok_topk_sgd``), subtract the result from the parameters as it is.
 
     Args:
       params: the parameters, or anything of their structure and shapes. Leaves that
@@ -29,12 +28,12 @@ def consolidate(params: Any, opt_state: Any) -> tuple[Any, Any]:
       opt_state: the state of all workers, outside of the mapped function.
 
     Returns:
-      ``(gradient, opt_state)``; the gradient has the tree of ``params``, and the
+      ``(gradient, opt_state)``. The gradient has the tree of ``params`` and the
       dtypes of the gradients.
 
     Raises:
-      ValueError: inside of the mapped function; a state of other parameters, of ``jax.pmap``, or
-        of no allreduce of this library; arguments that have changed places.
+      ValueError: called inside the mapped function; a state of other parameters, of ``jax.pmap``,
+        or without an allreduce of this library; arguments that have changed places.
 
     Example:
       >>> import jax.numpy as jnp, optax_ext
@@ -51,29 +50,28 @@ def consolidate(params: Any, opt_state: Any) -> tuple[Any, Any]:
 
 
 def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
-    """The parameters with what waits in residuals applied, and the state without what was.
+    """Applies the residuals to the parameters, and removes the applied part from the state.
 
-    For the end of a training with an optimizer whose residuals are updates of the parameters:
-    :func:`sparse_adamw`, :func:`sparse_sgd`, or another with ``residual(step_ahead=...)``.
+    Use it at the end of a training with an optimizer whose residuals are updates of the parameters:
+    :func:`sparse_adamw`, :func:`sparse_sgd`, or another one with ``residual(step_ahead=...)``.
 
-    It is one dense step, and where the optimizer has a ``limit``, as :func:`sparse_adamw` has, no
-    entry moves further in it than the largest limit that a step had: what has waited through many
-    steps at a high rate is the sum of as many updates, and applied at once it shoots past its aim.
-    What is beyond the limit stays in the residuals, and
-    ``optax_ext.metrics(opt_state)["residual_norm"]`` says how much that is. With a rate that has
-    fallen to 0 it is little. Without a limit all of it is applied.
+    This is one dense step. If the optimizer has a ``limit``, as :func:`sparse_adamw` has, no entry
+    moves further than the largest limit of any step: updates that accumulated over many steps at a
+    high learning rate would overshoot if applied at once. The excess stays in the residuals, and
+    ``optax_ext.metrics(opt_state)["residual_norm"]`` reports its size. It is small if the
+    learning rate has fallen to 0. Without a limit everything is applied.
 
     Args:
       params: the parameters.
       opt_state: the state of all workers, outside of the mapped function.
 
     Returns:
-      ``(params, opt_state)``. P times what the parameters got, and the sum over the workers of
-      the residuals, is the sum of the residuals before.
+      ``(params, opt_state)``. P times the change of the parameters, plus the sum of the remaining
+      residuals over the workers, equals the sum of the residuals before.
 
     Raises:
-      ValueError: residuals that are gradients (give those of :func:`consolidate` to the
-        optimizer behind the allreduce); and as :func:`consolidate`.
+      ValueError: the residuals are gradients (pass the result of :func:`consolidate` to the
+        optimizer after the allreduce instead); and as :func:`consolidate`.
 
     Example:
       >>> import jax.numpy as jnp, optax_ext
@@ -91,7 +89,7 @@ def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
             raise ValueError(
                 "opt_state has residuals that may be gradients, and not updates of the parameters: "
                 "they were made without a step_ahead. Use optax_ext.consolidate(params, "
-                "opt_state), and give the gradient to the optimizer behind the allreduce."
+                "opt_state), and give the gradient to the optimizer after the allreduce."
             )
     updates = residual_tree(opt_state, params, lambda node: _shards.leaves_of(node, _step(node)[0]))
     rest = jax.tree.map(_without_step, opt_state, is_leaf=_find.is_state)
@@ -99,7 +97,7 @@ def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
 
 
 def _check(call: str, params: Any, opt_state: Any) -> None:
-    """There is a state that may hold something, and it is where ``call`` has it."""
+    """Checks that ``opt_state`` has residuals, and that the arguments are where ``call`` says."""
     _calls.check_order(f"optax_ext.{call}", params, opt_state)
     if not _find.reductions(opt_state):
         raise ValueError(
@@ -109,14 +107,14 @@ def _check(call: str, params: Any, opt_state: Any) -> None:
     for leaf in jax.tree.leaves(_find.moved(opt_state)):
         if not isinstance(leaf, Tracer) and bool(jnp.any(leaf != 0)):
             raise ValueError(
-                "opt_state is that of optax_ext.local_steps in the middle of a round: what workers "
-                "have moved since the last exchange is in no residual, and would be lost. Take "
-                "steps until the round ends."
+                "opt_state is in the middle of a round of optax_ext.local_steps: the steps of the "
+                "workers since the last exchange are in no residual, and would be lost. Take steps "
+                "until the round ends."
             )
 
 
 def _mean(node: SparseAllreduceState) -> jax.Array:
-    """Of the residuals of all workers, ``f32[m, n]``: of the m devices of each."""
+    """The mean of the residuals over the workers, ``f32[m, n]``, a row for each of m devices."""
     if _compat.axis_is_bound(node.settings.axis):
         raise ValueError(
             "consolidate was called inside the function mapped over axis "
@@ -125,18 +123,18 @@ def _mean(node: SparseAllreduceState) -> jax.Array:
     _calls.check_all_rows("opt_state", node)
     _calls.check_own("opt_state", node)
     rows = _shards.part_rows(node, node.residual).astype(jnp.float32)
-    # Divided first: the sum may be too large where the mean is not.
+    # Divide first: the sum may overflow when the mean does not.
     return jnp.sum(rows / node.workers, axis=0)
 
 
 def _step(node: SparseAllreduceState) -> tuple[jax.Array, jax.Array]:
-    """What of the mean a dense step applies within the limit, and what is beyond."""
+    """The part of the mean that a dense step applies within the limit, and the excess."""
     mean = _mean(node)
     if not hasattr(node.limit, "dtype"):
         return mean, jnp.zeros_like(mean)
     beyond = mean - jnp.clip(mean, -node.limit, node.limit)
     beyond = jnp.where(jnp.isfinite(mean), beyond, 0.0)
-    # So that what is applied and what is kept add up in float32.
+    # The applied and the kept part add up in float32.
     return mean - beyond, beyond
 
 
@@ -145,7 +143,7 @@ def _without_step(node: Any) -> Any:
         return node
     _, beyond = _step(node)
     rows = _shards.part_rows(node, node.residual)
-    # Each keeps it once for every worker whose update it is, as in a step; a node for its workers.
+    # The rows add up to P times the excess, as in a step; a node's row is for all its workers.
     beyond = beyond * (node.workers / rows.shape[0])
     rest = _shards.of_part_rows(node, jnp.broadcast_to(beyond, rows.shape))
     return node._replace(residual=_like(rest, node.residual))

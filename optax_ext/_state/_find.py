@@ -1,7 +1,7 @@
-"""Finding the states of allreduces in an optimizer state, and optax's wrappers around them.
+"""Finds the states of allreduces in an optimizer state, and optax's wrappers around them.
 
-A wrapper around :func:`sparse_allreduce` or :func:`dense` sees local gradients. What it
-accumulates differs between the workers, and what it decides by them may differ too.
+A wrapper around :func:`sparse_allreduce` or :func:`dense` sees local gradients. Its accumulators
+differ between the workers, and so may decisions that depend on the gradients.
 """
 
 import dataclasses
@@ -36,29 +36,29 @@ def get_state(opt_state: Any) -> SparseAllreduceState | None:
 
 
 def takes_local_steps(opt_state: Any) -> bool:
-    """Whether workers go on by themselves between two exchanges."""
+    """Whether workers take steps on their own between two exchanges."""
     rounds = any(state.settings.every > 1 for state in get_states(opt_state))
     return rounds or bool(moved(opt_state))
 
 
 def moved(opt_state: Any) -> list[Any]:
-    """How far this worker has gone by itself, of each ``local_steps``, with a leading axis."""
+    """The parameter change of this worker in each ``local_steps``, with a leading axis."""
     nodes = jax.tree.leaves(opt_state, is_leaf=_has_moved)
     return [node.moved for node in nodes if _has_moved(node)]
 
 
 def _has_moved(node: Any) -> bool:
-    """Whether it is the state of ``local_steps``, which is made of parts that import this one."""
+    """Whether it is the state of ``local_steps``, whose module imports this one."""
     return {"inner", "outer", "moved"} <= set(getattr(node, "_fields", ()))
 
 
 def get_info(opt_state: Any) -> StepInfo | None:
     """What the last step did, from anywhere in a chain; None without an allreduce.
 
-    Of several states (buckets, groups of parameters) counts and words are added up;
-    thresholds are those of the largest buffer. Outside of the mapped function the
-    per-worker fields have a leading axis of P. With :func:`dense` all entries are selected
-    and delivered; per-worker fields then have a leading axis of 1, since all are alike.
+    For several states (buckets, groups of parameters) counts and words are added up, and
+    thresholds come from the largest buffer. Outside of the mapped function the per-worker
+    fields have a leading axis of P. With :func:`dense` all entries are selected and delivered,
+    and per-worker fields have a leading axis of 1, since all workers are alike.
     """
     found = reductions(opt_state)
     if not found:
@@ -73,7 +73,7 @@ def get_info(opt_state: Any) -> StepInfo | None:
 
 
 def at_rest(opt_state: Any) -> Any:
-    """The state behind a step without an exchange: what the last step did is nothing."""
+    """The state after a step without an exchange, whose info is zero."""
 
     def quiet(node: Any) -> Any:
         if isinstance(node, SparseAllreduceState):
@@ -113,8 +113,8 @@ def axis_of(opt_state: Any) -> Hashable:
     axes = _axes_of(jax.tree.structure(opt_state))
     if not axes:
         raise ValueError(
-            "opt_state has no sparse allreduce, and no optax_ext.dense, in it, so nothing says "
-            "over which axis gradients are averaged. "
+            "opt_state has no sparse allreduce, and no optax_ext.dense, in it, so the axis over "
+            "which gradients are averaged is unknown. "
             "Put optax_ext.ok_topk(density=..., axis='data') or "
             "optax_ext.dense(axis='data') first in the chain of tx."
         )
@@ -122,14 +122,14 @@ def axis_of(opt_state: Any) -> Hashable:
         names = " and ".join(map(repr, axes))
         raise ValueError(
             f"tx has allreduces over different axes, {names}: all of them average the gradients of "
-            "the same workers. Give each the same axis=, a tuple where it has several names."
+            "the same workers. Give each the same axis=, as a tuple if it has several names."
         )
     return axes[0]
 
 
 @functools.lru_cache(maxsize=256)
 def _axes_of(structure: Any) -> list[Hashable]:
-    """Those that the reductions name; once for each structure, and not at each call."""
+    """The axes that the reductions name; cached, since every call asks for them."""
     opt_state = jax.tree.unflatten(structure, [0] * structure.num_leaves)
     axes = (
         state.settings.axis if isinstance(state, SparseAllreduceState) else state.axis
@@ -148,13 +148,13 @@ _REFUSED = {
     ),
     optax.ConditionallyTransformState: (
         "optax.conditionally_transform",
-        "passes on the gradients of one worker where its condition is not met, so that the "
+        "passes on the gradients of one worker when its condition is not met, so that the "
         "workers' parameters would drift apart",
         "To begin with a dense allreduce, give dense_steps= to the sparse one",
     ),
     optax.ConditionallyMaskState: (
         "optax.conditionally_mask",
-        "leaves out the gradients of steps where its condition is not met: they would be in no "
+        "drops the gradients of a step when its condition is not met: they would be in no "
         "residual, and lost",
         "To exchange at every k-th step only, use optax_ext.multi_steps",
     ),
@@ -162,7 +162,7 @@ _REFUSED = {
 
 
 def accumulators(inner: Any, params: Any) -> Any:
-    """Zeros for what each worker accumulates around the reductions in ``inner``, ``f32[P, ...]``.
+    """Zeros for the gradients that each worker accumulates around ``inner``, ``f32[P, ...]``.
 
     Raises:
       ValueError: a dense reduction whose axis is not bound.
@@ -183,16 +183,16 @@ def accumulators(inner: Any, params: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class PerWorker:
-    """What each worker has for itself; a leaf, in what :func:`mark` returns.
+    """Values of each worker; a leaf of the tree that :func:`mark` returns.
 
     Attributes:
-      tree: accumulated gradients, and what there is besides. Those of ``optax.MultiSteps`` have no
-        axis for the workers; outside of the mapped function they lie one behind the other along
-        the first.
-      workers: how many, P outside of the mapped function; None of gradients in front of
+      tree: accumulated gradients, or other values. The gradients of ``optax.MultiSteps`` have no
+        axis for the workers; outside of the mapped function they are concatenated along the first
+        axis.
+      workers: their number, P outside of the mapped function; None for gradients before
         :func:`dense`, whose state does not say it.
-      adds_up: whether the sum over the workers is what counts, as of gradients; else each worker
-        has learned something of its own.
+      adds_up: whether only the sum over the workers counts, as for gradients; otherwise each worker
+        has a value of its own, such as the state of an inner optimizer.
     """
 
     tree: Any
@@ -206,16 +206,16 @@ def reductions(opt_state: Any) -> list[Any]:
 
 
 def accumulates(node: Any) -> bool:
-    """Whether it is the state of a wrapper that keeps gradients, by the names that optax gives."""
+    """Whether it is the state of a wrapper that accumulates gradients, by optax's field names."""
     return {"inner_opt_state", "acc_grads"} <= set(getattr(node, "_fields", ()))
 
 
 def mark(opt_state: Any) -> Any:
-    """The state with a :class:`PerWorker` for each tree of what workers have for themselves.
+    """The state with a :class:`PerWorker` for each tree of per-worker values.
 
     Raises:
-      ValueError: a wrapper that can't be around a reduction; a reduction of what another has
-        reduced; accumulators that were made for all workers at once.
+      ValueError: a wrapper that can't be around a reduction; two reductions of the same
+        gradients; accumulators that were made outside of the mapped function.
     """
     _check_refused(opt_state)
     _check_chained(opt_state)
@@ -234,7 +234,7 @@ def mark(opt_state: Any) -> Any:
         inside = reductions(node.inner_opt_state)
         inner = mark(node.inner_opt_state)
         if not inside:
-            # Behind the reduction: the same gradients on every worker.
+            # After the reduction all workers have the same gradients.
             return node._replace(inner_opt_state=inner)
         if isinstance(node, optax.MultiStepsState):
             _check_multi_steps(node, inside)
@@ -253,7 +253,7 @@ def _check_refused(opt_state: Any) -> None:
         if reductions(node.inner_state):
             name, why, instead = _REFUSED[type(node)]
             raise ValueError(
-                f"{name} is around the allreduce of optax_ext. It {why}. Put it behind the "
+                f"{name} is around the allreduce of optax_ext. It {why}. Put it after the "
                 f"allreduce: optax.chain(optax_ext.ok_topk(...), {name}(optimizer, ...)). "
                 f"{instead}."
             )
@@ -261,7 +261,7 @@ def _check_refused(opt_state: Any) -> None:
 
 
 def _check_chained(opt_state: Any) -> None:
-    """No chain reduces the same gradients twice: the second would send what all workers have."""
+    """Checks that no chain reduces the same gradients twice; after the first all are equal."""
 
     def twice(node: Any) -> bool:
         if type(node) is not tuple:  # The state of an optax.chain.
@@ -269,34 +269,35 @@ def _check_chained(opt_state: Any) -> None:
         sparse = [state.layout for state in node if isinstance(state, SparseAllreduceState)]
         trees = [layout.treedef for layout in sparse if layout.shapes]
         dense = any(isinstance(state, DenseState) for state in node)
-        # The buckets of `bucketed` are in a tuple too, but each is of other leaves.
+        # The buckets of `bucketed` are also in a tuple, but each has other leaves.
         return len({*trees}) < len(trees) or (dense and bool(trees))
 
     if any(twice(node) for node in jax.tree.leaves(opt_state, is_leaf=twice)):
         raise ValueError(
-            "tx has two allreduces of the same gradients, one after the other: all workers have "
-            "the same behind the first, so that the second has nothing to add up. Keep one of "
+            "tx has two allreduces of the same gradients, one after the other: after the first, "
+            "all workers have the same gradients, so the second has nothing to add up. Keep one of "
             "them. (For leaves of two kinds: dense_leaves=, optax.masked or optax.multi_transform.)"
         )
 
 
 def _check_multi_steps(node: Any, inside: list[Any]) -> None:
-    """What optax keeps can be split over the workers, and its decisions agree."""
+    """Checks that optax's accumulators can be split over the workers, and that all decide alike."""
     # The states of optax.skip_not_finite and optax.skip_large_updates.
     if isinstance(node.skip_state, dict) and "should_skip" in node.skip_state:
         raise ValueError(
             "optax.MultiSteps around the allreduce of optax_ext has a should_skip_update_fn that "
             "decides by the gradients of one worker, so that some workers would enter the "
             "allreduce and wait for those that don't. Leave it out, and use nonfinite='skip' (the "
-            "default) in optax_ext.multi_steps; or put MultiSteps behind the allreduce."
+            "default) in optax_ext.multi_steps; or put MultiSteps after the allreduce."
         )
     leaves = jax.tree_util.tree_leaves_with_path(node.acc_grads)
     for path, leaf in leaves:
         if np.ndim(leaf) == 0:
             raise ValueError(
-                f"params{jax.tree_util.keystr(path)} is a scalar: what optax.MultiSteps "
-                "accumulates is split over the workers along the first dimension, and a scalar "
-                "has none. Use optax_ext.multi_steps(tx, k) instead of optax.MultiSteps(tx, k), "
+                f"params{jax.tree_util.keystr(path)} is a scalar: the accumulators of "
+                "optax.MultiSteps are split over the workers along the first dimension, and a "
+                "scalar has none. Use optax_ext.multi_steps(tx, k) instead of "
+                "optax.MultiSteps(tx, k), "
                 "or give the parameter the shape (1,)."
             )
     for state in inside:

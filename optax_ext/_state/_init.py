@@ -1,4 +1,4 @@
-"""Making the state of all workers, on a mesh or on one device, wherever ``init`` is called."""
+"""Makes the state of all workers, on a mesh or on one device, wherever ``init`` is called."""
 
 import math
 from collections.abc import Callable, Hashable, Mapping
@@ -22,32 +22,32 @@ def init_state(
     *,
     specs: Any = None,
 ) -> Any:
-    """``tx.init(params)`` for all workers, each worker's part on its own device of a mesh.
+    """``tx.init(params)`` for all workers, with each worker's part on its own device of a mesh.
 
-    The axis is that of the transformation. Other axes of the mesh may shard the parameters: a
-    worker is then several devices, each of which selects from and exchanges a part of its own,
-    and the state is sharded as the parameters are.
+    The workers are along the axis of the transformation. Other axes of the mesh may shard the
+    parameters: a worker then has several devices, each of which selects from and exchanges its own
+    part, and the state is sharded as the parameters are.
 
     Args:
       tx: a transformation with :func:`sparse_allreduce` or :func:`dense` anywhere in it.
       params: the parameters, whole on each worker: replicated, or sharded over axes of the mesh
-        that are not those of the workers.
-      mesh: the mesh; an ``AbstractMesh`` only under ``jax.eval_shape``. Or the sizes of its
-        axes, as ``{"data": 8}``: the state of all workers is then where ``params`` are, to
-        be looked at, or to be filled with what the workers hold.
-      specs: a tree of PartitionSpecs, or one for all leaves, of parameters whose arrays do not say
-        how they are to be sharded. None: the ``NamedSharding`` of the arrays. With
-        ``PartitionSpec()`` each device of a worker holds all of them, and exchanges a part.
+        other than the axes of the workers.
+      mesh: the mesh; an ``AbstractMesh`` only under ``jax.eval_shape``. Alternatively the sizes of
+        its axes, such as ``{"data": 8}``: the state of all workers is then on the devices of
+        ``params``, for inspection or to be filled with the values of the workers.
+      specs: a tree of PartitionSpecs, or one for all leaves, for parameters whose arrays do not
+        carry their sharding. None: the ``NamedSharding`` of the arrays. With ``PartitionSpec()``
+        each device of a worker holds all parameters, and exchanges a part of them.
 
     Returns:
       The optimizer state, sharded as :func:`state_specs` says.
 
     Raises:
-      ValueError: the mesh has no such axis; allreduces that name different axes; parameters that
-        are sharded over the axis of the workers, over another mesh, or not evenly; an optimizer
-        behind a whole optimizer, as in ``optax.chain(sparse_adamw(...), optax.adamw(...))``, which
+      ValueError: the mesh lacks the axis of ``tx``; allreduces name different axes; parameters are
+        sharded over the axis of the workers, over another mesh, or unevenly; an optimizer follows
+        a whole optimizer, as in ``optax.chain(sparse_adamw(...), optax.adamw(...))``, which
         trains uphill; see :func:`state_specs`.
-      TypeError: a ``tx`` that is no transformation, a ``mesh`` that is none.
+      TypeError: ``tx`` is not a transformation, or ``mesh`` is not a mesh.
 
     Example:
       >>> import jax.numpy as jnp, optax_ext
@@ -113,7 +113,7 @@ def _made(tx: Any, params: Any, mesh: Any, specs: Any) -> tuple[Any, Any]:
 
 
 def _on(mesh: Any, state: Any, specs: Any) -> Any:
-    """The state on the mesh that was given, whose axes may be explicit; nothing moves."""
+    """The state on the given mesh, whose axes may be explicit; no data moves."""
     tracers = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(state))
     if not isinstance(mesh, Mesh) or mesh == _placement.with_auto_axes(mesh) or tracers:
         return state
@@ -126,9 +126,9 @@ def _on(mesh: Any, state: Any, specs: Any) -> Any:
 
 
 def _joined(x: jax.Array, spec: PartitionSpec, names: tuple[str, ...]) -> jax.Array:
-    """What all workers have, along one leading axis for the names in ``spec``."""
+    """The values of all workers, along one leading axis for the names in ``spec``."""
     split = _compat.axis_names(spec[0]) if len(spec) else ()
-    # In the order of the spec; of what is the same along the other axes, the first.
+    # In the order of the spec; along all other axes values are equal, and the first is taken.
     x = x[tuple(slice(None) if name in split else 0 for name in names)]
     kept = [name for name in names if name in split]
     order = [kept.index(name) for name in split]
@@ -142,9 +142,9 @@ def _joined(x: jax.Array, spec: PartitionSpec, names: tuple[str, ...]) -> jax.Ar
 def transformation(
     init: Callable[[Any], Any], update: Callable[..., Any], axis: AxisName
 ) -> optax.GradientTransformationExtraArgs:
-    """``init`` and ``update``, which need the axis, as a transformation.
+    """A transformation from an ``init`` and an ``update`` that need the axis.
 
-    Where the axis is not bound, ``init`` makes the state of all workers on the mesh of
+    If the axis is not bound, ``init`` makes the state of all workers on the mesh of
     ``jax.set_mesh``, as :func:`optax_ext.init_state` does.
     """
 
@@ -156,7 +156,7 @@ def transformation(
             return _of_one(init, names)(params)
         mesh = _compat.ambient_mesh()
         if mesh is None or not set(names) <= set(mesh.axis_names):
-            return init(params)  # It says what is missing.
+            return init(params)  # Raises an error with advice.
         return init_state(made, params, mesh)
 
     # optax types a state as any pytree, which NamedTuples of arrays are at run time.
@@ -176,8 +176,8 @@ def with_mesh(
 ) -> optax.GradientTransformationExtraArgs:
     """``tx`` whose ``init`` makes the state of all workers on a mesh, wherever it is called.
 
-    For what calls ``tx.init(params)`` by itself and knows of no mesh, as flax's
-    ``TrainState.create`` and ``nnx.Optimizer`` do. Under ``jax.set_mesh(mesh)`` this is not needed.
+    Use it for libraries that call ``tx.init(params)`` themselves and take no mesh, such as flax's
+    ``TrainState.create`` and ``nnx.Optimizer``. Under ``jax.set_mesh(mesh)`` it is not needed.
 
     Args:
       tx: a transformation with :func:`sparse_allreduce` or :func:`dense` anywhere in it.
@@ -185,12 +185,12 @@ def with_mesh(
       specs: as in :func:`init_state`.
 
     Returns:
-      An ``optax.GradientTransformationExtraArgs``. Its ``update`` is that of ``tx``, and inside a
-      mapped function so is its ``init``.
+      An ``optax.GradientTransformationExtraArgs`` with the ``update`` of ``tx``. Inside a mapped
+      function its ``init`` is also the ``init`` of ``tx``.
 
     Raises:
       ValueError: at ``init``: see :func:`init_state`.
-      TypeError: a ``tx`` that is no transformation, a ``mesh`` that is none.
+      TypeError: ``tx`` is not a transformation, or ``mesh`` is not a mesh.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax_ext

@@ -1,4 +1,4 @@
-"""Where parameters are on a mesh, and where what an optimizer keeps of them goes."""
+"""Where parameters are on a mesh, and where the optimizer's arrays for them go."""
 
 import contextlib
 from collections.abc import Collection, Generator, Hashable, Mapping
@@ -19,19 +19,18 @@ from sparse_collectives import AxisName, _compat
 def state_specs(opt_state: Any, *, manual: AxisName | None = None) -> Any:
     """The PartitionSpec of each leaf of an optimizer state, as a pytree.
 
-    For ``in_specs`` and ``out_specs`` of ``jax.shard_map``: what belongs to one
-    worker is split over the axis of the transformation along its leading dimension, what
-    belongs to one shard (with a hierarchical allreduce) over its inner axis, and all else
-    is replicated. The gradients that ``optax.MultiSteps`` accumulates in front of an
-    allreduce belong to one worker too: outside of the mapped function those of all
-    workers lie one behind the other.
+    Use it for ``in_specs`` and ``out_specs`` of ``jax.shard_map``. Values of one worker are
+    split over the axis of the transformation along their leading dimension, and values of one
+    shard (with a hierarchical allreduce) over its inner axis; all else is replicated. The
+    gradients that ``optax.MultiSteps`` accumulates before an allreduce also belong to one
+    worker: outside of the mapped function the gradients of all workers are concatenated.
 
-    Of parameters that other axes shard, what belongs to one device is split over these, too;
-    what the rest of the optimizer keeps is as it is placed, which arrays (and those of
-    :func:`abstract_state`) say themselves.
+    If other axes shard the parameters, values of one device are also split over these axes. The
+    rest of the optimizer state keeps its placement, which arrays (and the results of
+    :func:`abstract_state`) carry themselves.
 
     Args:
-      opt_state: the state, or anything of its structure (as from
+      opt_state: the state, or anything of its structure (such as the result of
         ``jax.eval_shape``).
       manual: the axes that the mapped function makes manual, its ``axis_names``: the specs name
         no others. None: all axes of the mesh.
@@ -39,14 +38,14 @@ def state_specs(opt_state: Any, *, manual: AxisName | None = None) -> Any:
     Raises:
       ValueError: an axis that is an MPI communicator; allreduces that name different axes; a
         wrapper around the allreduce that decides by the gradients of one worker
-        (``optax.apply_if_finite``); ``optax.MultiSteps`` with a scalar parameter, or whose
-        state was made outside of the mapped function.
+        (``optax.apply_if_finite``); ``optax.MultiSteps`` with a scalar parameter, or with a
+        state that was made outside of the mapped function.
     """
     return on_axes(_all_specs(opt_state), manual)
 
 
 def on_axes(specs: Any, manual: AxisName | None) -> Any:
-    """The specs over the axes ``manual`` alone; None: as they are."""
+    """The specs restricted to the axes ``manual``; unchanged if that is None."""
     if manual is None:
         return specs
     names = _compat.axis_names(manual)
@@ -108,7 +107,7 @@ def is_spec(node: Any) -> bool:
 
 
 def restricted(spec: PartitionSpec, names: Collection[Hashable]) -> PartitionSpec:
-    """``spec`` without all other names."""
+    """``spec`` without any other names."""
     kept = [
         tuple(name for name in _compat.axis_names(dim) if name in names) if dim is not None else ()
         for dim in spec
@@ -119,7 +118,7 @@ def restricted(spec: PartitionSpec, names: Collection[Hashable]) -> PartitionSpe
 
 
 def _placed_spec(leaf: Any) -> PartitionSpec:
-    """Where an array says that it is."""
+    """The spec of an array, from its own sharding."""
     placed = getattr(leaf, "sharding", None)
     if not isinstance(placed, NamedSharding) or isinstance(leaf, Tracer):
         return PartitionSpec()
@@ -127,9 +126,9 @@ def _placed_spec(leaf: Any) -> PartitionSpec:
 
 
 def with_auto_axes(mesh: Mesh) -> Mesh:
-    """The mesh with axes of which the compiler does what a mapped function leaves to it.
+    """The mesh with axes of type Auto, which a mapped function can leave to the compiler.
 
-    ``jax.make_mesh`` makes explicit ones, whose arrays shard_map takes only as they are typed.
+    ``jax.make_mesh`` makes explicit axes, whose arrays shard_map takes only as they are typed.
     """
     if all(kind == AxisType.Auto for kind in mesh.axis_types):
         return mesh
@@ -138,7 +137,7 @@ def with_auto_axes(mesh: Mesh) -> Mesh:
 
 @contextlib.contextmanager
 def around(mesh: Any) -> Generator[None]:
-    """Where ``jax.set_mesh`` has set a mesh, it is this one, of the types of these axes."""
+    """Replaces the mesh of ``jax.set_mesh``, if there is one, by this one with its axis types."""
     set_by_user = _compat.ambient_mesh()
     if isinstance(mesh, Mesh) and isinstance(set_by_user, Mesh) and set_by_user != mesh:
         with jax.set_mesh(mesh):
@@ -152,16 +151,17 @@ def given_of(
 ) -> Given | None:
     """How the parameters are sharded over the mesh.
 
-    None where they are whole on each device and nobody has said that this is how they are meant
-    to be: with ``specs`` what all devices of a worker hold is dealt out among them.
+    None if they are whole on each device and no ``specs`` say that this is intended. With ``specs``
+    the devices of a worker divide among them the parameters that all of them hold.
 
     Args:
       params: arrays or their shapes.
       mesh: the mesh, or the sizes of its axes.
-      specs: a tree of PartitionSpecs, a prefix of that of ``params``; None: where the arrays are.
+      specs: a tree of PartitionSpecs, a prefix of the tree of ``params``; None: the specs of the
+        arrays.
 
     Raises:
-      ValueError: a leaf that is sharded over another mesh, or over an axis that this one lacks.
+      ValueError: a leaf is sharded over another mesh, or over an axis that this one lacks.
     """
     sizes = dict(mesh) if isinstance(mesh, Mapping) else dict(mesh.shape)
     flat = jax.tree_util.tree_leaves_with_path(params)
@@ -212,9 +212,9 @@ def _spec_on(mesh: Any, path: Any, leaf: Any) -> PartitionSpec:
 def placements(opt_state: Any, params: Any, given: Given) -> Any:
     """The spec of each array of the state of all workers, over all axes of the mesh.
 
-    What follows the exchange keeps arrays in the shapes of the parameters, under their paths,
-    as ``mu`` and ``nu`` of Adam; they are sharded as these are. Of all else each device has
-    a copy, as the compiler does not say where it would like to have it.
+    Transformations after the exchange keep arrays in the shapes of the parameters, under their
+    paths, such as ``mu`` and ``nu`` of Adam; these are sharded as the parameters are. All other
+    arrays have a copy on each device, as the compiler does not report a preferred placement.
 
     Args:
       opt_state: shapes of the state of all workers.
@@ -254,7 +254,7 @@ def placements(opt_state: Any, params: Any, given: Given) -> Any:
 
 
 def _local_specs(node: SparseAllreduceState, specs: Any, axis: Any, spec_of: Any) -> Any:
-    """Of a transformation in front of the accumulation, which may look at whole leaves."""
+    """Specs of a transformation before the accumulation, which may look at whole leaves."""
     if not node.layout.sharding.axes:
         return specs
     rows = node.residual.shape[0]
@@ -268,7 +268,7 @@ def _local_specs(node: SparseAllreduceState, specs: Any, axis: Any, spec_of: Any
 
 
 def _of_workers(tree: Any, axis: tuple[Any, ...], spec_of: Any) -> Any:
-    """Of arrays with an axis of the workers before the dimensions of a parameter."""
+    """Specs of arrays with an axis of the workers before the dimensions of a parameter."""
 
     def spec(path: tuple, leaf: Any) -> PartitionSpec:
         first = axis[0] if len(axis) == 1 else axis
@@ -285,7 +285,7 @@ def specs_like(params: Any, given: Given) -> Any:
 
 
 def put(params: Any, mesh: Mesh, given: Given) -> Any:
-    """The parameters on the mesh, where ``given`` says."""
+    """The parameters on the mesh, placed as ``given`` says."""
 
     def place(path: tuple, leaf: Any) -> Any:
         if isinstance(leaf, Tracer):

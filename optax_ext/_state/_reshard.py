@@ -1,4 +1,4 @@
-"""Another number of workers: what becomes of the residuals."""
+"""Resharding: the residuals for another number of workers."""
 
 import dataclasses
 from typing import Any
@@ -15,49 +15,48 @@ from optax_ext._step._sparse_state import SparseAllreduceState
 
 
 def reshard(opt_state: Any, fresh_state: Any) -> Any:
-    """The optimizer state of other workers, with nothing of the residuals lost.
+    """Returns the optimizer state for other workers, with nothing of the residuals lost.
 
-    Also where the parameters are sharded in another way than they were, or no longer.
+    Use it also when the sharding of the parameters changes.
 
-    The new state has the sum over workers of the residuals of the old one. More
-    workers: each residual is dealt out by index among several, without arithmetic.
-    Fewer: the residuals are added up exactly, each index's sum goes to one worker
-    and what float32 rounds off to the next ones. That is exact where the sum has
-    no more than 24 bits for each new worker; with one worker it is rounded once. (With
-    residuals in bfloat16 it is 8 bits, and to fewer workers some is rounded off.) A sum
-    that is not finite goes to one worker as it is, and no other index is touched.
-    The velocity of a momentum correction moves in the same way; where only one of the
-    states has it, that of ``fresh_state`` is kept.
+    The new state has the same sum of the residuals over the workers. With more workers, each
+    residual is split by index among several, without arithmetic. With fewer, the residuals are
+    added up exactly: the sum at each index goes to one worker, and the part that float32 rounds
+    off goes to the next ones. This is exact if the sum has no more than 24 bits for each new
+    worker; with one worker it is rounded once. (With residuals in bfloat16 it is 8 bits, and
+    some is rounded off when there are fewer workers.) A sum that is not finite goes to one worker
+    as it is, and no other index is touched. The velocity of a momentum correction moves in the
+    same way; if only one of the states has a velocity, the one of ``fresh_state`` is kept.
 
-    An update divides by the number of workers: with 3 in place of 8, what the residuals
-    hold weighs 8/3 as much when it is delivered.
+    An update divides by the number of workers: with 3 instead of 8, the contents of the residuals
+    weigh 8/3 as much when they are delivered.
 
     A residual that is a copy of another worker's, as ``flax.jax_utils.replicate`` makes them, is
-    left out, as a step leaves it out.
+    left out, as in a step.
 
     The gradients that ``multi_steps``, or ``optax.MultiSteps`` around the allreduce, has
-    accumulated are dealt out in the same way, and so is what workers have moved in ``local_steps``.
+    accumulated are split in the same way, and so are the workers' changes in ``local_steps``.
 
-    Regions, thresholds and counters of periods are those of ``fresh_state``, so that
-    the next step evaluates them anew. The factors of :func:`powersgd` and :func:`acp_sgd`, which
-    are of all workers, go on. Steps that a selector or an allreduce has
-    counted (``count``) go on, and so does the rest of the optimizer state.
+    Regions, thresholds and counters of periods come from ``fresh_state``, so the next step
+    evaluates them again. The factors of :func:`powersgd` and :func:`acp_sgd`, which all workers
+    share, are kept. So are the step counts (``count``) of a selector or an allreduce, and the
+    rest of the optimizer state.
 
     The new state is given instead of a number of workers, since only the
-    transformation can make it, and since it says where the arrays are to be.
-    Selector, allreduce and density may be others than before.
+    transformation can make it, and since it says where the arrays are to be placed.
+    Its selector, allreduce and density may differ from the old ones.
 
     Args:
       opt_state: the state of all old workers, whose arrays this process can read.
       fresh_state: ``optax_ext.init_state(tx, params, mesh)`` for the new mesh.
 
     Returns:
-      A state like ``fresh_state``, placed as that is.
+      A state like ``fresh_state``, with the same placement.
 
     Raises:
-      TypeError: a number of workers, or a mesh, in place of ``fresh_state``.
+      TypeError: ``fresh_state`` is a number of workers, or a mesh.
       ValueError: the states differ in more than the workers: other parameters,
-        another optimizer, residuals of another unit (``local``); arrays of
+        another optimizer, or residuals of another unit (``local``); arrays of
         ``opt_state`` are spread over several processes.
 
     Cost: on the host, n float32 for each old and each new worker.
@@ -86,7 +85,7 @@ def reshard(opt_state: Any, fresh_state: Any) -> Any:
             f"{new_tree}. Make fresh_state with the optimizer of opt_state."
         )
     moved = []
-    # All is checked before anything is moved.
+    # Everything is checked before anything is moved.
     _check_readable(opt_state)
     for (path, before), (_, fresh) in zip(old, new, strict=True):
         _check(jax.tree_util.keystr(path), before, fresh)
@@ -104,9 +103,9 @@ def _check(path: str, old: Any, new: Any) -> None:
     if isinstance(new, _find.PerWorker):
         if old.workers is None or new.workers is None:
             raise ValueError(
-                f"opt_state{path} are gradients that optax_ext.dense has not seen yet, and its "
-                "state does not say of how many workers. Reshard when the accumulators are empty, "
-                "with what they are in from fresh_state."
+                f"opt_state{path} holds accumulated gradients that optax_ext.dense has not "
+                "averaged yet, and its state does not record the number of workers. Reshard when "
+                "the accumulators are empty, and take the state around them from fresh_state."
             )
         return
     if not isinstance(new, SparseAllreduceState):
@@ -118,7 +117,7 @@ def _check(path: str, old: Any, new: Any) -> None:
         return
     _calls.check_all_rows(f"opt_state{path}", old)
     _calls.check_all_rows(f"fresh_state{path}", new)
-    # The same leaves, however they are sharded; which of them have to be dense may depend on that.
+    # The same leaves in any sharding, since which of them must be dense may depend on the sharding.
     before, after = (
         dataclasses.replace(x.layout, sharding=_layout.unsharded(x.layout.shapes))
         for x in (old, new)
@@ -126,11 +125,11 @@ def _check(path: str, old: Any, new: Any) -> None:
     if before != after:
         _checks.check_layout(after, before)
     if (old.settings.local == "none") != (new.settings.local == "none"):
-        which = "without a" if old.settings.local == "none" else "behind a"
+        ours, theirs = ("without", "with")[:: 1 if old.settings.local == "none" else -1]
         raise ValueError(
-            f"opt_state{path} has residuals {which} local transformation, such as a learning rate, "
-            "and fresh_state is the other way round: they are in another unit. Give local= to both "
-            "transformations or to none."
+            f"opt_state{path} has residuals {ours} a local transformation, such as a learning "
+            f"rate, and fresh_state has residuals {theirs} one, so their units differ. Give local= "
+            "to both transformations or to none."
         )
 
 
@@ -163,7 +162,7 @@ def _node(old: SparseAllreduceState, new: SparseAllreduceState) -> SparseAllredu
         return _placed(_shards.unrows(new, _rows.deal(rows, workers, fresh.dtype)), fresh)
 
     def dealt_whole(before: Any, fresh: Any) -> Any:
-        # These leaves are dealt out over no node.
+        # These leaves are not divided within a node.
         parts = of_owners(before).reshape(old.workers, old.devices, -1)
         rows = _shards.joined(parts, old.layout, dense=True)
         rows = _rows.deal(rows, new.workers, fresh.dtype)
@@ -193,18 +192,18 @@ def _node(old: SparseAllreduceState, new: SparseAllreduceState) -> SparseAllredu
 
 
 def _counted(before: Any, fresh: Any) -> Any:
-    """What all old workers have counted by themselves, as the first new one's."""
+    """The sum of the old workers' counts, given to the first new worker."""
     host = np.zeros(fresh.shape, fresh.dtype)
     host[0] = np.sum(np.asarray(before))
     return _placed(host, fresh)
 
 
 def _accumulators(old: _find.PerWorker, new: _find.PerWorker) -> Any:
-    """Accumulated gradients for other workers: their sum is kept, as that of residuals.
+    """Accumulated gradients for other workers, with the same sum, as for residuals.
 
-    Of what a worker has learned for itself each new one has that of an old one.
+    For values that do not add up, each new worker takes the value of an old one.
     """
-    # Neither is None: _check has been here.
+    # Neither is None, as _check has made sure.
     old_workers, new_workers = old.workers or 1, new.workers or 1
 
     def dealt(before: Any, fresh: Any) -> Any:
@@ -221,9 +220,9 @@ def _accumulators(old: _find.PerWorker, new: _find.PerWorker) -> Any:
 
 
 def _taken_over(old: SparseAllreduceState, new: SparseAllreduceState) -> Any:
-    """The states of local transformations: each new worker has that of an old one.
+    """The states of local transformations: each new worker takes the state of an old one.
 
-    They are counts and averages, and not sums, as residuals are.
+    They are counts and averages, and not sums like residuals.
     """
     if jax.tree.structure(old.local) != jax.tree.structure(new.local):
         return new.local
@@ -240,14 +239,14 @@ def _taken_over(old: SparseAllreduceState, new: SparseAllreduceState) -> Any:
             return _placed(parts.reshape(fresh.shape), fresh)
         if host.shape[1:] != np.shape(fresh)[1:]:
             return fresh
-        # The devices of a worker are side by side, and have what the worker has.
+        # The devices of a worker are adjacent, and have the value of the worker.
         return _placed(host[np.arange(len(fresh)) // (len(fresh) // new.workers)], fresh)
 
     return jax.tree.map(rows, old.local, new.local)
 
 
 def _buffer_of(node: SparseAllreduceState, array: Any) -> bool | None:
-    """Whether it is of the dense buffer of a part, or of the sparse one; or of neither."""
+    """Whether it is of the dense buffer of a part, or of the sparse one; None for neither."""
     if not node.layout.sharding.axes or array.ndim != 2 or not array.shape[1]:
         return None
     part = _layout.device_layout(node.layout)
@@ -255,7 +254,7 @@ def _buffer_of(node: SparseAllreduceState, array: Any) -> bool | None:
 
 
 def _of_workers(node: SparseAllreduceState, array: np.ndarray, dense: bool | None) -> np.ndarray:
-    """A row for each worker: what its devices have of a buffer, or all have alike."""
+    """A row for each worker: its buffer, joined from its devices, or their common value."""
     if len(array) != node.workers * node.devices:
         return array
     parts = array.reshape(node.workers, node.devices, *array.shape[1:])
@@ -266,24 +265,24 @@ def _exchanged(old_node: SparseAllreduceState, new_node: SparseAllreduceState) -
     """The state of an allreduce for other workers."""
     old, new = old_node.allreduce, new_node.allreduce
     if old_node.layout != new_node.layout and isinstance(new, Factors):
-        # They are of other matrices.
+        # The factors belong to other matrices.
         return new
     if isinstance(old, Factors) and isinstance(new, Factors):
-        # Of the mean over the workers, however many there were; of another rank they start anew.
+        # Means over any number of workers; with another rank the factors start again.
         shapes = [[np.shape(x) for x in jax.tree.leaves(factors)] for factors in (old, new)]
         return jax.tree.map(_placed, old, new) if shapes[0] == shapes[1] else new
     return _with_counts(old, new)
 
 
 def _with_counts(old: Any, new: Any) -> Any:
-    """``new`` with the steps counted in ``old``: arrays of integers named count."""
+    """``new`` with the steps counted in ``old``: integer arrays named count."""
 
     def counts(tree):
         return {
             path: leaf
             for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
             if jnp.issubdtype(leaf.dtype, jnp.integer)
-            # A state that is one integer, and no tuple, is a count of steps.
+            # A state that is a single integer, and not a tuple, is a count of steps.
             and (not path or jax.tree_util.keystr(path[-1:]) == ".count")
         }
 
@@ -292,7 +291,7 @@ def _with_counts(old: Any, new: Any) -> Any:
     def move(path, leaf):
         if path not in before or path not in counts(new):
             return leaf
-        # The same on every worker, and of every shard: the leading axis is theirs.
+        # The same on every worker and for every shard, which are along the leading axis.
         count = np.asarray(before[path])
         count = count if count.ndim == 0 else count[0]
         inner = leaf.shape if leaf.ndim == 0 else leaf.shape[1:]
@@ -302,7 +301,7 @@ def _with_counts(old: Any, new: Any) -> Any:
 
 
 def _placed(x: Any, like: Any) -> Any:
-    """``x`` in the dtype and at the place of ``like``."""
+    """``x`` with the dtype and placement of ``like``."""
     host = np.asarray(x, like.dtype) if not jnp.issubdtype(like.dtype, jax.dtypes.extended) else x
     if isinstance(like, jax.Array) and like.committed and isinstance(host, np.ndarray):
         return jax.make_array_from_callback(host.shape, like.sharding, lambda where: host[where])

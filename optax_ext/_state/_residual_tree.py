@@ -1,4 +1,4 @@
-"""What is in residuals, as a tree of the parameters; and the parameters a step ahead by it."""
+"""Residuals as a tree of the parameters, and the parameters a step ahead."""
 
 import functools
 import operator
@@ -19,13 +19,13 @@ from sparse_collectives._platform import once
 def residual_tree(
     opt_state: Any, params: Any, leaves_of: Callable[[SparseAllreduceState], Any]
 ) -> Any:
-    """``leaves_of(state)``, a tree, of each allreduce in an optimizer state, at its leaves.
+    """The trees ``leaves_of(state)`` of all allreduces in an optimizer state, as one tree.
 
     Args:
       opt_state: the optimizer state.
-      params: of the tree and shapes of the parameters. Leaves that no sparse allreduce
-        covers get zeros.
-      leaves_of: what a state's leaves get; :func:`of_vector` makes it of a vector.
+      params: a tree with the structure and shapes of the parameters. Leaves that no sparse
+        allreduce covers get zeros.
+      leaves_of: the leaves for a state; :func:`of_vector` makes them from a vector.
 
     Raises:
       ValueError: a state of other parameters.
@@ -34,7 +34,7 @@ def residual_tree(
     found: list[Any] = [None] * len(leaves)
     for state in _find.get_states(opt_state):
         parts = leaves_of(state)
-        # A part of the parameters, as in optax.multi_transform, has masks elsewhere.
+        # A state for some of the parameters, as in optax.multi_transform, has masks elsewhere.
         parts, tree = jax.tree.flatten(parts, is_leaf=is_mask)
         if tree != treedef:
             raise ValueError(
@@ -52,36 +52,22 @@ def residual_tree(
 
 
 def of_vector(vector: jax.Array, layout: _layout.TreeLayout) -> Any:
-    """``f32[n]`` as leaves; those that go dense are 0."""
+    """``f32[n]`` as leaves; dense leaves are 0."""
     dense = jnp.zeros((layout.dense_size,), jnp.float32)
     return _buffers.unravel(vector, dense, layout, saturate=True)
 
 
 def is_mask(node: Any) -> bool:
-    """Whether it stands for leaves that a part of an optimizer is not given."""
+    """Whether it stands for leaves that a part of an optimizer does not receive."""
     return isinstance(node, optax.MaskedNode)
 
 
 def ahead(params: Any, opt_state: Any) -> Any:
-    """The parameters at which this worker takes its gradient.
-
-    For a training loop of one's own, inside the mapped function::
-
-        gradients = jax.grad(loss_fn)(optax_ext.ahead(params, opt_state), batch)
-        updates, opt_state = tx.update(gradients, opt_state, params)
-        params = optax.apply_updates(params, updates)
-
-    With a ``step_ahead`` (:func:`residual`) that is ``params + step_ahead * residual_i``, and with
-    :func:`local_steps` ``params`` and what this worker has moved; else it is the parameters. In
-    either case they are typed as this worker's own, as local gradients need under
-    ``shard_map(check_vma=True)``. (:func:`make_train_step` does all of this.)
-
-    With :func:`~sparse_collectives.allreduce.hierarchical` a node has one residual, which its
-    workers gather: n words inside the node.
+    """The parameters at which this worker takes its gradient; see :func:`optax_ext.ahead`.
 
     Args:
-      params: the parameters, the same on every worker.
-      opt_state: of this worker, before the step.
+      params: the parameters as a tree of arrays, the same on every worker.
+      opt_state: the state of this worker before the step.
 
     Returns:
       The tree of ``params``, in its dtypes. Cost: one pass over n entries.
@@ -89,13 +75,9 @@ def ahead(params: Any, opt_state: Any) -> Any:
     Raises:
       ValueError: outside of the mapped function; a state of other parameters; no allreduce in
         ``opt_state``; a hierarchical one over MPI communicators, with a ``step_ahead``.
-
-    References:
-      Xu, Huo and Huang, `Step-Ahead Error Feedback for Distributed Training with
-      Compressed Gradient <https://arxiv.org/abs/2008.05823>`_, AAAI 2021.
     """
     axis = _find.axis_of(opt_state)
-    # Over MPI the state knows how many ranks there are, and nothing is typed as varying.
+    # Over MPI the state has the number of ranks, and nothing is typed as varying.
     ranks = _compat.ranks(axis)
     workers = ranks or _checks.workers(axis)
     local = params if ranks else _compat.to_varying(params, axis)
@@ -111,18 +93,18 @@ def ahead(params: Any, opt_state: Any) -> Any:
 
     if ranks or any(_is_in_parts(state) for state in states):
         return stepped()
-    # Layers read their parameters several times, and would each add the residual anew.
+    # Layers read their parameters several times, and would each add the residual again.
     owned = [_accumulation.is_own(state.owner, state.settings.axis) for state in states]
     return once(functools.reduce(operator.or_, owned), stepped, lambda: local)
 
 
 def _is_in_parts(state: SparseAllreduceState) -> bool:
-    """Whether devices have to tell each other of what waits, which no branch may do."""
+    """Whether devices have to gather parts of the residual, which no branch may do."""
     return state.devices > 1 or bool(state.settings.shard_axis)
 
 
 def _share(state: SparseAllreduceState, workers: int) -> Any:
-    """What of its residual this worker applies, as leaves."""
+    """The part of its residual that this worker applies, as leaves."""
     layout, settings = state.layout, state.settings
     part = _layout.device_layout(layout)
 
@@ -137,15 +119,15 @@ def _share(state: SparseAllreduceState, workers: int) -> Any:
 
 
 def _own_residual(state: SparseAllreduceState) -> jax.Array:
-    """In float32; nothing of another worker's."""
+    """The residual in float32, without another worker's."""
     axis = state.settings.axis
     residual = _accumulation.load(state.residual)
-    # Over MPI the rank is not in the state; the step leaves out what is not its own.
+    # Over MPI the rank is not in the state; the step leaves out copies.
     return residual if _compat.ranks(axis) else _accumulation.own(residual, state.owner, axis)
 
 
 def _share_of_part(residual: jax.Array, layout: Any, settings: Any, workers: int) -> Any:
-    """The same of the part of a device."""
+    """:func:`_share` for the part of one device."""
     size = layout.size
     coefficient = _accumulation.coefficient(settings.step_ahead, workers)
     if not coefficient:

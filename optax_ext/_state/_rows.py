@@ -1,11 +1,11 @@
-"""Rows of which the sum over the workers is what counts, for another number of workers."""
+"""Rows whose sum over the workers counts, for another number of workers."""
 
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-# Columns that are added up at a time, so that the float64 of them stay small.
+# Columns that are added up at a time, so that their float64 copies stay small.
 _COLUMNS = 1 << 20
 
 
@@ -24,7 +24,7 @@ def deal(old: np.ndarray, workers: int, dtype: Any) -> np.ndarray:
 
 
 def _add_up(old: np.ndarray, new: np.ndarray) -> None:
-    """The sum of each column of ``old`` into ``new``, in as many parts as that has rows."""
+    """Writes the sum of each column of ``old`` into ``new``, in as many parts as it has rows."""
     finite = np.isfinite(old).all(axis=0)
     high = np.zeros(old.shape[1])
     low = np.zeros(old.shape[1])
@@ -34,7 +34,7 @@ def _add_up(old: np.ndarray, new: np.ndarray) -> None:
     index = np.arange(old.shape[1])
     for part in range(len(new)):
         high, low = _two_sum(high, low)
-        # What is too large for one worker goes to the next ones too, if there are any.
+        # A sum that is too large for one worker also goes to the next ones, if there are any.
         most = np.inf if part == len(new) - 1 else float(jnp.finfo(new.dtype).max)
         with np.errstate(over="ignore"):
             rounded = np.clip(high, -most, most).astype(new.dtype)
@@ -48,7 +48,7 @@ def _add_up(old: np.ndarray, new: np.ndarray) -> None:
 
 
 def _two_sum(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """``a + b`` rounded, and what the rounding took (Knuth)."""
+    """``a + b`` rounded, and the rounding error (Knuth)."""
     total = a + b
     part = total - a
     return total, (a - (total - part)) + (b - part)

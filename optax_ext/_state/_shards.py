@@ -1,4 +1,4 @@
-"""The residuals of a state as rows of n entries, also where they are those of shards."""
+"""The residuals of a state as rows of n entries, also if each row is a shard."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -16,10 +16,10 @@ from sparse_collectives import _compat
 
 
 def workers_in_node(node: SparseAllreduceState) -> int:
-    """w; 1 without ``hierarchical``.
+    """The workers in a node; 1 without ``hierarchical``.
 
     Raises:
-      ValueError: nothing of the state says it.
+      ValueError: nothing in the state says it.
     """
     shard_axis = node.settings.shard_axis
     if not shard_axis:
@@ -55,9 +55,9 @@ def workers_in_node(node: SparseAllreduceState) -> int:
 
 
 def part_rows(node: SparseAllreduceState, residual: Any) -> Any:
-    """The residual as ``f32[w, m, n]``: of each worker, or node, and each of its m devices.
+    """The residual as ``f32[w, m, n]``: for each worker, or node, and each of its m devices.
 
-    n is the size of a part: of the whole buffer where parameters are whole.
+    n is the size of a part, or of the whole buffer if parameters are whole.
     """
     parts, shard = node.devices, residual.shape[1]
     by_worker = residual.reshape(-1, parts, shard)
@@ -72,12 +72,12 @@ def part_rows(node: SparseAllreduceState, residual: Any) -> Any:
 
 
 def part_size(node: SparseAllreduceState) -> int:
-    """Entries of the buffer that one device has of a worker."""
+    """Entries of a worker's buffer that one device has."""
     return _layout.device_layout(node.layout).size
 
 
 def leaves_of(node: SparseAllreduceState, parts: Any) -> Any:
-    """The leaves of ``f32[m, n]``, the parts of one worker; those that go dense are 0."""
+    """The leaves of ``f32[m, n]``, the parts of one worker; dense leaves are 0."""
     layout = node.layout
     if not layout.sharding.axes:
         return of_vector(parts[0], layout)
@@ -111,7 +111,7 @@ def of_part_rows(node: SparseAllreduceState, parts: Any) -> Any:
 
 
 def joined(parts: np.ndarray, layout: _layout.TreeLayout, *, dense: bool = False) -> np.ndarray:
-    """``[w, m, part]`` as ``[w, n]``: what the devices of each worker have, as one buffer."""
+    """``[w, m, part]`` as ``[w, n]``: the parts of each worker's devices as one buffer."""
     if not layout.sharding.axes:
         return parts[:, 0]
     places = list(starts(layout, dense=dense))
@@ -147,8 +147,8 @@ def _inner_first(node: SparseAllreduceState) -> bool:
     if names[: len(inner)] == inner:
         return True
     raise ValueError(
-        f"axis={names!r} has the names of inner_axis={inner!r} in between others or in another "
-        "order. Write the axis as the nodes' names followed by those of inner_axis."
+        f"axis={names!r} has the names of inner_axis={inner!r} between other names or in another "
+        "order. Write the axis as the names of the nodes followed by the names of inner_axis."
     )
 
 
@@ -156,13 +156,13 @@ def whole_leaves(rows: Any, layout: _layout.TreeLayout, leaf: int, start: int) -
     """A leaf from the parts of all devices.
 
     Args:
-      rows: ``f32[m, n_part]``, of one worker, in the order of the axes.
-      layout: of the leaves.
-      leaf: which.
-      start: where its part begins in a row.
+      rows: ``f32[m, n_part]``, the parts of one worker, in the order of the axes.
+      layout: the layout of the leaves.
+      leaf: the index of the leaf.
+      start: the offset of its part in a row.
 
     Returns:
-      ``f32`` in the shape of the leaf; NumPy or jax as ``rows`` is.
+      ``f32`` in the shape of the leaf, as a NumPy or JAX array like ``rows``.
     """
     sharding = layout.sharding
     shape = layout.shapes[leaf]
@@ -171,7 +171,7 @@ def whole_leaves(rows: Any, layout: _layout.TreeLayout, leaf: int, start: int) -
     free = sharding.free(leaf)
     used = [name for names in sharding.dims[leaf] for name in names]
     parts = rows[:, start : start + math.prod(part)].reshape((*sharding.sizes, -1))
-    # The devices that split the leaf first, in the order of its dimensions.
+    # First the devices that split the leaf, in the order of its dimensions.
     order = [sharding.axes.index(name) for name in (*used, *free)]
     parts = parts.transpose((*order, parts.ndim - 1))
     count = math.prod(shard)
@@ -187,9 +187,9 @@ def parts_of_leaf(whole: Any, layout: _layout.TreeLayout, leaf: int, pad: Callab
     """The inverse of :func:`whole_leaves`: ``f32[m, part]``.
 
     Args:
-      whole: in the shape of the leaf.
-      layout: of the leaves.
-      leaf: which.
+      whole: an array in the shape of the leaf.
+      layout: the layout of the leaves.
+      leaf: the index of the leaf.
       pad: ``numpy.pad`` or ``jax.numpy.pad``.
     """
     sharding = layout.sharding

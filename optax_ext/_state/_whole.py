@@ -1,10 +1,11 @@
 """Whole optimizers, and what else is in a chain with them.
 
-The updates of a whole optimizer are steps of the parameters, rate and sign included. Behind one of
-them another optimizer takes a step for a gradient, turns it round, and trains uphill. The types of
-states do not tell a rate from clipping: both keep nothing. So the chain is asked: it takes a few
-steps of one worker with small parameters, without an exchange, once for a gradient of 1 and once
-for -1. Updates that follow the gradient, in place of going against it, are an error.
+The updates of a whole optimizer are steps of the parameters, with learning rate and sign included.
+An optimizer that follows takes such a step for a gradient, reverses it, and trains uphill. The
+types of states do not distinguish a learning rate from clipping, since both keep nothing. So the
+chain is run: it takes a few steps of one worker with small parameters, without an exchange, once
+for a gradient of 1 and once for -1. Updates that follow the gradient instead of opposing it are an
+error.
 """
 
 import dataclasses
@@ -21,9 +22,9 @@ from optax_ext._state._residual_tree import is_mask
 from optax_ext._step import _transformation
 from optax_ext._step._sparse_state import SparseAllreduceState
 
-# So many gradients may be accumulated, or be met by a rate of 0 in a warm-up.
+# A chain may accumulate this many gradients, or warm up for so long with a learning rate of 0.
 _STEPS = 64
-# They divide or accumulate what they take for gradients.
+# These divide or accumulate their inputs, which they take for gradients.
 _OF_GRADIENTS = (optax.ScaleByAdamState, optax.TraceState)
 
 _asked: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -32,10 +33,10 @@ _asked: weakref.WeakSet[Any] = weakref.WeakSet()
 def whole(
     sparse: optax.GradientTransformationExtraArgs,
 ) -> optax.GradientTransformationExtraArgs:
-    """``sparse``, whose updates are those of the parameters; its state says so.
+    """``sparse``, with a state that marks its updates as steps of the parameters.
 
     Args:
-      sparse: its state is that of a :func:`optax_ext.sparse_allreduce`.
+      sparse: a transformation with the state of a :func:`optax_ext.sparse_allreduce`.
     """
 
     def init(params: Any) -> SparseAllreduceState:
@@ -46,16 +47,16 @@ def whole(
 
 
 def check(tx: optax.GradientTransformation, params: Any, opt_state: Any, names: Any) -> None:
-    """Nothing around a whole optimizer takes its steps for gradients.
+    """Checks that nothing around a whole optimizer takes its steps for gradients.
 
     Args:
       tx: the whole chain.
       params: the parameters, or their shapes.
       opt_state: its state, or the shapes of it.
-      names: of all axes of the mesh.
+      names: the names of all axes of the mesh.
 
     Raises:
-      ValueError: a chain that trains uphill, or with ``scale_by_adam`` or ``trace`` behind a whole
+      ValueError: the chain trains uphill, or has ``scale_by_adam`` or ``trace`` after a whole
         optimizer.
     """
     chains = list(_chains(opt_state))
@@ -65,16 +66,16 @@ def check(tx: optax.GradientTransformation, params: Any, opt_state: Any, names: 
         _check_types(chain)
     if _goes_uphill(tx, params, _covered(chains), names):
         raise ValueError(
-            "tx trains uphill: something in its chain turns the updates of sparse_adamw, "
-            f"sparse_sgd or ok_topk_sgd round. {_INSTEAD}"
+            "tx trains uphill: a transformation in its chain changes the sign of the updates of "
+            f"sparse_adamw, sparse_sgd or ok_topk_sgd. {_INSTEAD}"
         )
     _asked.add(tx.update)
 
 
 _INSTEAD = (
-    "These are whole optimizers, whose updates are steps of the parameters, rate and sign "
-    "included. Take one of the two: the whole optimizer, without optax.adamw or optax.sgd in the "
-    "chain; or optax.chain(optax_ext.ok_topk(density, axis=...), optax.adamw(rate))."
+    "These are whole optimizers, whose updates include the learning rate and its sign. Take one of "
+    "the two: the whole optimizer, without optax.adamw or optax.sgd in the chain; or "
+    "optax.chain(optax_ext.ok_topk(density, axis=...), optax.adamw(rate))."
 )
 
 
@@ -87,7 +88,7 @@ def _wholes(tree: Any) -> list[SparseAllreduceState]:
 
 
 def _chains(opt_state: Any) -> Iterator[tuple[Any, ...]]:
-    """The states of each ``optax.chain`` that may have another optimizer beside a whole one."""
+    """The states of each ``optax.chain`` that may have another optimizer next to a whole one."""
 
     def is_chain(node: Any) -> bool:
         if type(node) is not tuple:
@@ -96,7 +97,7 @@ def _chains(opt_state: Any) -> Iterator[tuple[Any, ...]]:
         if not any(found):
             return False
         first = found.index(True)
-        # In front is what clips or checks; an optimizer is a chain there, as optax.sgd is.
+        # Clipping and checks may come first; an optimizer there is a chain, as optax.sgd is.
         return not all(found[first:]) or any(type(part) is tuple for part in node[:first])
 
     for node in jax.tree.leaves(opt_state, is_leaf=is_chain):
@@ -105,7 +106,7 @@ def _chains(opt_state: Any) -> Iterator[tuple[Any, ...]]:
 
 
 def _covered(trees: Any) -> list[bool] | None:
-    """Of each leaf of the parameters, whether a whole optimizer has it; None: it can't be told."""
+    """For each leaf of the parameters, whether a whole optimizer has it; None if unknown."""
     found = [
         _present(jax.tree.unflatten(state.layout.treedef, state.layout.dense))
         for state in _wholes(trees)
@@ -120,7 +121,7 @@ def _present(tree: Any) -> list[bool]:
 
 
 def _check_types(chain: tuple[Any, ...]) -> None:
-    """No state behind a whole optimizer is that of moments, or of momentum, of the same leaves."""
+    """Checks that no moments or momentum of the same leaves follow a whole optimizer."""
     first = next(i for i, part in enumerate(chain) if _wholes(part))
     covered = _covered(chain[first]) or []
 
@@ -133,8 +134,8 @@ def _check_types(chain: tuple[Any, ...]) -> None:
         if len(has) == len(covered) and any(map(lambda a, b: a and b, has, covered)):
             name = "optax.scale_by_adam" if adam else "optax.trace"
             raise ValueError(
-                f"tx has {name} behind sparse_adamw, sparse_sgd or ok_topk_sgd, as optax.adamw and "
-                f"optax.sgd have it in them. {_INSTEAD}"
+                f"tx has {name}, which is a part of optax.adamw or optax.sgd, after sparse_adamw, "
+                f"sparse_sgd or ok_topk_sgd. {_INSTEAD}"
             )
 
 
@@ -143,7 +144,7 @@ def _goes_uphill(
 ) -> bool:
     """Whether updates of some leaf that is ``covered`` follow its gradient."""
     if covered is None or len(covered) != len(jax.tree.leaves(params)):
-        return False  # Around it are other parameters, as in optax.lookahead.
+        return False  # Other parameters are around it, as in optax.lookahead.
     chain = optax.with_extra_args_support(tx)
 
     # A parameter of 0 does not decay, and has no norm.
@@ -167,10 +168,10 @@ def _goes_uphill(
     sign = np.float32(1)
     try:
         with _transformation.without_exchange():
-            # Compiled, it runs where it is called also while something else is traced.
+            # Compiled, it runs at once also while something else is traced.
             begin = jax.jit(init).lower(sign).compile()
             go = jax.jit(step).lower(sign, jax.eval_shape(init, sign)).compile()
-    except Exception:  # What can't take such a step trains as it did.
+    except Exception:  # A chain that can't take such a step trains as it did.
         return False
     states = {sign: begin(sign) for sign in (np.float32(1), np.float32(-1))}
     undecided = {leaf for leaf, here in enumerate(covered) if here}

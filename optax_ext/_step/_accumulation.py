@@ -1,10 +1,10 @@
-"""What a worker accumulates: its residual, how that is kept, and what is not finite.
+"""The accumulator of a worker: its residual, how it is stored, and numbers that are not finite.
 
-Whose residual a row of the state is, is marked: it counts for the worker that made it, and for no
-other. What saves the state of one worker and gives it to all, as ``flax.jax_utils.unreplicate`` and
-``replicate`` around a checkpoint do, would have every worker deliver the same residual. A number
-beside it tells, without a collective and without a pass over it: the choice is made in the pass
-that adds the gradient.
+Each row of a residual carries the mark of the worker that made it, and counts for that worker only.
+Programs that save the state of one worker and give it to all, as ``flax.jax_utils.unreplicate`` and
+``replicate`` around a checkpoint do, would otherwise make every worker deliver the same residual.
+The mark detects that without a collective and without a pass of its own over the residual: the pass
+that adds the gradient applies it.
 """
 
 import functools
@@ -20,7 +20,7 @@ from sparse_collectives._coo import all_below
 
 DTYPES = ("float32", "bfloat16")
 
-# With many workers their residuals have more in common than 1/P says.
+# With many workers, residuals agree more than a share of 1/P assumes.
 _LEAST = 0.1
 
 
@@ -29,10 +29,10 @@ class Residual(NamedTuple):
 
     Attributes:
       dtype: float32 or bfloat16.
-      decay: what the residual is multiplied with at each exchange, in [0, 1].
-      step_ahead: how much of it is applied before a gradient is taken, as a multiple of the
-        worker's own share. 0: none.
-      spec: all of it, as text.
+      decay: the factor on the residual at each exchange, in [0, 1].
+      step_ahead: how much of the residual is applied before a gradient is taken, as a multiple of
+        the worker's own share. 0: nothing.
+      spec: these options as text.
     """
 
     dtype: Any
@@ -42,26 +42,29 @@ class Residual(NamedTuple):
 
 
 def residual(dtype: Any = jnp.float32, *, decay: float = 1.0, step_ahead: float = 0.0) -> Residual:
-    """How the residual is kept from step to step, for ``sparse_allreduce(..., residual=)``.
+    """Options of the residual, for ``sparse_allreduce(..., residual=)``.
 
     Args:
-      dtype: float32, or bfloat16, rounded stochastically: half the memory, and conservation
-        holds in expectation. In a step what a worker keeps of an entry is off by less than 2^-7 of
-        it, up or down; over many entries and steps the errors cancel, and what is missing of the
-        sum of all entries was about 1e-4 of it after 12 steps of five workers. The size of the
-        gradients is no matter: those of 1e-20 lose the same share as those of 1, to the bit.
-      decay: the residual is multiplied with it at each exchange, in [0, 1].
+      dtype: float32, or bfloat16 with stochastic rounding for half of the memory. With bfloat16,
+        conservation holds in expectation. In a step, rounding changes the residual of an entry by
+        less than 2^-7 of its value, up or down. Over many entries and steps the errors cancel:
+        after 12 steps of five workers the sum of all entries was off by about 1e-4 of its value.
+        The error does not depend on the size of the gradients: gradients of 1e-20 lose the same
+        share as gradients of 1, to the bit.
+      decay: the factor on the residual at each exchange, in [0, 1].
         Below 1 old gradients are forgotten, by intent; conservation then holds for
         ``acc_i = decay * residual_i + g_i``.
-      step_ahead: worker i differentiates at ``params + a residual_i``, where a part of what
-        waits has been applied (Xu, Huo and Huang, `Step-Ahead Error Feedback
-        <https://arxiv.org/abs/2008.05823>`_, AAAI 2021). ``a`` is ``step_ahead`` times 1/P, the
-        worker's own share of the mean of all residuals, or 0.1 with more than ten workers, and 1
-        at most. ``math.inf`` makes it 1 for any number of workers: with an exchange ``every`` so
-        many steps these then are local steps. The residual has to be an update of the parameters:
-        ``local=`` has the learning rate, with its sign, as :func:`sparse_adamw` and
-        :func:`sparse_sgd` do, whose ``step_ahead`` is 1. :func:`make_train_step` does it; in a loop
-        of one's own it is :func:`ahead`.
+      step_ahead: worker i differentiates at the look-ahead parameters ``params + a residual_i``
+        (Xu, Huo and Huang, `Step-Ahead Error Feedback <https://arxiv.org/abs/2008.05823>`_, AAAI
+        2021). ``a`` is ``step_ahead`` times 1/P, the worker's own share of the mean of all
+        residuals, or times 0.1 with more than ten workers, and at most 1. ``math.inf`` makes it 1
+        for any number of workers; together with ``every`` this gives local steps. The residual has
+        to be an update of the parameters: ``local=`` includes the learning rate and its sign, as in
+        :func:`sparse_adamw` and :func:`sparse_sgd`, whose ``step_ahead`` is 1.
+        :func:`make_train_step` takes gradients there; a loop of your own calls :func:`ahead`.
+
+    Returns:
+      A :class:`Residual`.
 
     Raises:
       ValueError: another dtype, a decay out of [0, 1], a step_ahead below 0.
@@ -83,7 +86,7 @@ def residual(dtype: Any = jnp.float32, *, decay: float = 1.0, step_ahead: float 
 
 
 def coefficient(step_ahead: float, workers: int) -> float:
-    """What a residual is multiplied with before a gradient is taken, with P workers."""
+    """The factor on a residual that is applied before a gradient is taken, for P workers."""
     return min(1.0, step_ahead * max(1.0 / workers, _LEAST))
 
 
@@ -93,30 +96,29 @@ def load(kept: jax.Array) -> jax.Array:
 
 
 def decayed(value: jax.Array, how: Residual, decays: jax.Array) -> jax.Array:
-    """``value`` times the decay where ``decays``, ``bool[]``: not in steps that leave it alone."""
+    """``value`` times the decay if ``decays``, ``bool[]``: some steps leave the residual alone."""
     if how.decay == 1.0:
         return value
     return value * jnp.where(decays, jnp.float32(how.decay), 1.0)
 
 
 def store(value: jax.Array, how: Residual, *, axis: AxisName, count: jax.Array) -> jax.Array:
-    """``value f32[1, n]`` in the dtype that is kept.
+    """``value f32[1, n]`` in the dtype of the residual.
 
-    bfloat16 is rounded stochastically: to one of the two neighbours, with probabilities
-    that make the expectation exact. To the nearest, an entry that grows by less than a
-    256th of itself in a step would never grow. A value that bfloat16 can hold is kept as
-    it is.
+    Rounding to bfloat16 is stochastic: to one of the two nearest values, with probabilities
+    that make the expectation exact. With rounding to nearest, an entry that grows by less than
+    1/256 of itself in a step would never grow. A value that bfloat16 can represent is unchanged.
     """
     if value.dtype == how.dtype:
         return value
     bits = lax.bitcast_convert_type(value, jnp.uint32)
     seed = _hash.combine(count, transport.axis_index(axis))
     position = lax.broadcasted_iota(jnp.uint32, value.shape, value.ndim - 1)
-    # One round of mixing: neighbouring steps of an entry have to look independent, no more.
+    # One round of mixing is enough: only consecutive steps of an entry have to look independent.
     noise = _hash.mix(position ^ seed) >> 16
     truncated = _upper_half(bits)
     rounded = _upper_half(bits + noise)
-    # What is not finite would become something else; the largest must not become infinite.
+    # Infinity and NaN would become other numbers, and the largest must not become infinite.
     keep = ~jnp.isfinite(value)
     nearest = value.astype(jnp.bfloat16)
     return jnp.where(keep, nearest, jnp.where(jnp.isfinite(rounded), rounded, truncated))
@@ -138,22 +140,22 @@ def is_own(owner: jax.Array, axis: AxisName) -> jax.Array:
 
 
 def own(value: jax.Array, owner: jax.Array, axis: AxisName) -> jax.Array:
-    """``value`` if it is this worker's, and else zeros.
+    """``value`` if it belongs to this worker, and zeros otherwise.
 
-    A product: XLA may compute the accumulator in several loops, and with a choice in it was seen
-    to round it in two ways, so that a threshold was not that of what it was compared with.
+    A product instead of a select: XLA may compute the accumulator in several loops, and with a
+    select these loops rounded differently, so that a threshold did not match the values compared.
     """
     return value * is_own(owner, axis).astype(value.dtype)
 
 
 def renewed(owner: jax.Array, axis: AxisName) -> jax.Array:
-    """The mark after a step; one that says so where a copy was left out."""
+    """The mark after a step; a negative one if a copy was left out."""
     index = transport.axis_index(axis)
     return jnp.where(is_own(owner, axis), owner, _after_a_copy(index))
 
 
 def has_left_out(owners: jax.Array) -> jax.Array:
-    """By the marks of workers whether a copy was left out since the state was made."""
+    """Whether each worker has left out a copy since the state was made, by its mark."""
     return owners < 0
 
 
@@ -163,28 +165,28 @@ def _after_a_copy(index: jax.Array) -> jax.Array:
 
 POLICIES = ("skip", "drop", "raise", "propagate")
 
-# Where a worker may be left with parts of what others sent, an increment is smaller than this. In a
-# step the residuals of all P workers together then grow by less than P times this at an index, and
-# none can overflow, which is at 2^128, within 2^25 / P steps.
+# The bound on increments if a worker may keep partial sums of what others sent. At an index the
+# residuals of all P workers then grow by less than P times this in a step, and none reaches 2^128,
+# where float32 overflows, within 2^25 / P steps.
 LARGEST = 2.0**103
 
-# A transformation that squares a gradient, and adds squares up, has no more than finite sums of
-# what is smaller.
+# The bound on gradients for transformations that sum their squares, so that the sums stay finite.
 LARGEST_GRADIENT = 2.0**63
 
 
 class Pending(NamedTuple):
-    """What a worker is about to accumulate in one of its buffers.
+    """The numbers that a worker is about to accumulate in one of its buffers.
 
     Attributes:
       residual: ``f32[1, n]``, or 0.0 for a buffer without one.
-      decay: what the residual is multiplied with where the step proceeds.
-      increment: ``f32[1, n]``, what is added to that.
+      decay: the factor on the residual if the step proceeds.
+      increment: ``f32[1, n]``, added to the decayed residual.
       velocity: ``f32[1, n]``, or ``()``.
-      old_velocity: as before this step.
+      old_velocity: the velocity before this step.
       bounded: whether an increment has to be smaller than :data:`LARGEST`.
-      seen: the gradients ``f32[1, m]``, and the increment of the largest, ``f32[1, 1]``, which say
-        by themselves whether all increments are small; None: the accumulator is looked at.
+      seen: the gradients ``f32[1, m]`` and the increment of the largest possible one,
+        ``f32[1, 1]``, if these decide whether all increments are small. None: check the
+        accumulator.
     """
 
     residual: Any
@@ -197,7 +199,7 @@ class Pending(NamedTuple):
 
     @property
     def checked(self) -> tuple[tuple[jax.Array, float], ...]:
-        """What is looked at, and what its magnitudes have to be smaller than."""
+        """Arrays to check, each with the bound that its magnitudes must stay below."""
         if self.seen is not None:
             return ((self.seen[0], LARGEST_GRADIENT),)
         residual = self.residual if self.decay == 1.0 else self.decay * self.residual
@@ -209,15 +211,15 @@ class Pending(NamedTuple):
 def guard(
     policy: str, parts: list[Pending], *, axis: AxisName, count: jax.Array, left_out: jax.Array
 ) -> tuple[list[Pending], jax.Array | None, jax.Array]:
-    """Applies a policy of :data:`POLICIES` to what is about to be accumulated.
+    """Applies a policy of :data:`POLICIES` to the pending increments.
 
-    ``skip`` and ``raise`` exchange one word, ``drop`` another; ``propagate`` costs nothing.
-    ``left_out``, ``i32[]``, entries have been left out of the gradient before. Those who decide
-    together are the devices along ``axis``: all workers, or in a round of local steps those of one.
+    ``skip`` and ``raise`` exchange one word, and so does ``drop``; ``propagate`` costs nothing.
+    ``left_out``, ``i32[]``, counts entries that were left out of the gradient before. The devices
+    along ``axis`` decide together: all workers, or in a round of local steps the devices of one.
 
     Returns:
-      The increments and velocities that remain; ``bool[]``, whether the step proceeds, the same
-      along ``axis``, or None where every step does; ``i32[]``, entries that were left out along it.
+      The remaining increments and velocities; ``bool[]``, whether the step proceeds, the same
+      along ``axis``, or None if every step does; ``i32[]``, entries that were left out along it.
     """
     none = jnp.zeros((), jnp.int32)
     if policy == "propagate":
@@ -236,13 +238,13 @@ def guard(
         def tell(finite: jax.Array, step: jax.Array) -> None:
             jax.debug.callback(_raise, finite, step)
 
-        # Of workers that decide alone vmap makes both branches.
+        # Under vmap, with workers that decide alone, both branches run: `_raise` checks again.
         lax.cond(finite, _nothing, tell, finite, count)
     return [_without(part, ~finite) for part in parts], finite, none
 
 
 def zeroed(tree: Any, largest: float = float("inf")) -> tuple[Any, jax.Array]:
-    """A tree with zeros for what is not below ``largest``, and how many entries that are."""
+    """A tree with zeros for entries not below ``largest``, and the number of these entries."""
     finite = jax.tree.map(lambda x: jnp.abs(x) < largest, tree)
     bad = [jnp.sum(~x, dtype=jnp.int32) for x in jax.tree.leaves(finite)]
     kept = jax.tree.map(lambda ok, x: jnp.where(ok, x, jnp.zeros_like(x)), finite, tree)
@@ -250,7 +252,7 @@ def zeroed(tree: Any, largest: float = float("inf")) -> tuple[Any, jax.Array]:
 
 
 def _without(part: Pending, bad: jax.Array) -> Pending:
-    """As if the step had not been, where ``bad``."""
+    """``part`` without its increment, and with the old velocity, at ``bad``."""
     return part._replace(
         increment=jnp.where(bad, 0.0, part.increment),
         velocity=jax.tree.map(
@@ -260,19 +262,19 @@ def _without(part: Pending, bad: jax.Array) -> Pending:
 
 
 def _all_finite(parts: list[Pending], axis: AxisName) -> jax.Array:
-    """Whether every accumulator of every worker is finite; equal on all."""
+    """Whether every accumulator of every worker is finite; the same on all workers."""
     finite = jnp.ones((), jnp.bool_)
     for part in parts:
         finite &= all_below(*part.checked)
         if part.seen is not None:
             finite &= jnp.all(jnp.abs(part.seen[1]) < LARGEST)
-    # Gradients alone may be the same along axes of devices, which residuals never are.
+    # Gradients may be typed as equal along axes of devices, which residuals never are.
     bad = _compat.to_varying((~finite).astype(jnp.int32), axis)
     return _sum(bad, axis) == 0
 
 
 def _sum(number: jax.Array, axis: AxisName) -> jax.Array:
-    """Over no axis a worker decides alone."""
+    """The sum over ``axis``; without an axis a worker decides alone."""
     return transport.psum(number, axis) if _compat.axis_names(axis) else number
 
 
@@ -285,8 +287,8 @@ def _raise(finite: Any, step: Any) -> None:
         return
     raise FloatingPointError(
         f"step {int(step)}: the gradient of some worker, or its sum with the residual, is not "
-        "finite (or the gradient is 1e31 or more, where the allreduce keeps_others, or 9e18 or "
-        "more in front of sparse_adamw and sparse_sgd). "
-        "jax.debug_nans finds where it comes from; nonfinite='skip' leaves such steps out, "
-        "nonfinite='drop' such entries."
+        "finite (or the gradient is 1e31 or more, if the allreduce keeps_others, or 9e18 or more "
+        "in sparse_adamw and sparse_sgd). "
+        "jax.debug_nans finds its origin; nonfinite='skip' skips such steps, and nonfinite='drop' "
+        "drops such entries."
     )

@@ -1,4 +1,4 @@
-"""What of a total is applied: a mean within the limit, as the dtypes of the leaves can hold it."""
+"""The part of a total that is applied: the mean, within the limit and the dtypes of the leaves."""
 
 from typing import Any
 
@@ -22,23 +22,23 @@ def mean_of(
     limit: jax.Array | None,
     saturates: bool,
 ) -> tuple[jax.Array, Any, jax.Array]:
-    """The total over P, ``f32[m]``, and what of it is not applied.
+    """The total over P, ``f32[m]``, and the part of it that is not applied.
 
-    There may be a limit, and a 16-bit leaf rounds its update, and may be too narrow for it. What
-    that takes off is the same on every worker; each keeps it once for every worker whose update
-    it is, so that over the workers the sum of the residuals has all of it.
+    An update may exceed the limit, and a 16-bit leaf rounds its update and may be too narrow for
+    it. The part that is cut off is the same on every worker. Each worker keeps it, multiplied by
+    the number of shards, so that over the workers the residuals sum to P times this part.
 
     Args:
-      total: of all workers, or of a shard.
-      layout: of the leaves.
-      axis: of all workers.
-      shard_axis: over which the buffer is dealt out; ``()`` for none.
-      limit: ``f32[]``, beyond which three quarters of an entry are kept; None: there is none.
-      saturates: whether what is finite stays so.
+      total: the sum over all workers, or a shard of it.
+      layout: the layout of the leaves.
+      axis: the axis of all workers.
+      shard_axis: the axis over which the buffer is divided; ``()`` for none.
+      limit: ``f32[]``; 75 % of the excess of an entry over it is kept. None: no limit.
+      saturates: whether finite numbers stay finite.
 
     Returns:
-      The mean; what this worker keeps, as :attr:`Kept.rounding`; ``i32[]``, entries that
-      are too large for their leaves.
+      The mean; the part that this worker keeps, as :attr:`Kept.rounding`; ``i32[]``, the number of
+      entries that are too large for their leaves.
     """
     workers, shards = transport.axis_size(axis), transport.axis_size(shard_axis)
     narrow = narrows(layout)
@@ -46,17 +46,17 @@ def mean_of(
     whole = not narrow and limit is None
 
     def applied(mean, index):
-        """What of the mean is applied, what is not, and how many saturate."""
+        """The applied and the unapplied part of the mean, and how many entries saturate."""
         kept, count = _limited(mean, limit), saturated
         if narrow:
             kept, large = held(kept, index, layout, saturate=saturates)
             count = jnp.sum(large & saturates, dtype=jnp.int32)
-        # What is not finite is in the update, by policy, and nothing of it can be kept.
+        # By policy the update has the numbers that are not finite; nothing of them can be kept.
         off = jnp.where(jnp.isfinite(kept), mean - kept, 0.0) * jnp.float32(shards)
         return kept, off, count
 
     def place(local, size):
-        """Where an entry of this shard is in the whole buffer."""
+        """The position of an entry of this shard in the whole buffer."""
         return local + transport.axis_index(shard_axis) * size if shard_axis else local
 
     if not isinstance(total, PaddedCOO):
@@ -76,11 +76,11 @@ def mean_of(
 
 
 def _limited(mean: jax.Array, limit: jax.Array | None) -> jax.Array:
-    """``mean`` up to the limit, and a quarter of what is beyond it.
+    """``mean`` up to the limit, plus 25 % of the excess.
 
-    A hard limit would let updates of one sign pile up without bound wherever more of them arrive
-    between two deliveries of an entry than the limit lets through. With a quarter of what is
-    beyond, no more waits after a delivery than three times the most that arrived between two.
+    With a hard limit, residuals would grow without bound if the updates that accumulate between
+    two deliveries of an entry exceed the limit. With 25 % of the excess, the residual after a
+    delivery is at most three times the largest sum that accumulated between two deliveries.
     """
     if limit is None:
         return mean
@@ -96,17 +96,17 @@ def narrows(layout: _layout.TreeLayout) -> bool:
 def held(
     mean: jax.Array, index: jax.Array | None, layout: _layout.TreeLayout, *, saturate: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """What the leaves keep of ``mean``, and where it is larger than anything they can hold.
+    """``mean`` as the dtypes of the leaves can represent it, and which entries exceed their range.
 
-    The program for entries at an ``index`` has a few operations for each of the dtypes, and not
-    for each of the leaves: their dtypes may take turns hundreds of times.
+    The program for entries at an ``index`` has a few operations for each dtype instead of each
+    leaf, since leaves of different dtypes may alternate hundreds of times.
 
     Args:
       mean: ``f32[m]``.
-      index: ``i32[m]``, the place of each entry in the sparse buffer, and negative where there is
-        none; None: ``mean`` is the whole buffer, which is cut into the runs of one dtype.
-      layout: of the leaves.
-      saturate: whether what is finite stays so.
+      index: ``i32[m]``, the position of each entry in the sparse buffer, negative for an empty
+        slot; None: ``mean`` is the whole buffer, which is cut into runs of one dtype.
+      layout: the layout of the leaves.
+      saturate: whether finite numbers stay finite.
 
     Returns:
       ``f32[m]`` and ``bool[m]``.
@@ -123,7 +123,7 @@ def held(
         ]
         kept, large = (jnp.concatenate(each) for each in zip(*parts, strict=True))
         return kept, large
-    # A search without a loop: on a GPU one kernel.
+    # A search without a loop, which is one kernel on a GPU.
     run = jnp.searchsorted(np.asarray(stops, np.int32), index, side="right", method="scan_unrolled")
     kinds = list(dict.fromkeys(dtypes))
     numbers = np.asarray([kinds.index(dtype) for dtype in dtypes], np.int32)
@@ -146,8 +146,8 @@ def _in_one_dtype(mean: jax.Array, dtype, saturate: bool) -> tuple[jax.Array, ja
 def dense_mean(policy: str, total: jax.Array, workers: int) -> tuple[jax.Array, jax.Array]:
     """The mean of a dense sum over the workers, and how many entries were left out.
 
-    Nothing keeps what a dense allreduce has summed up, so an entry whose sum is not finite
-    is left out; with ``propagate`` it reaches the update.
+    A dense allreduce leaves no residual, so an entry whose sum is not finite is left out;
+    with ``propagate`` it reaches the update.
     """
     mean = total / workers
     if policy == "propagate":
@@ -159,14 +159,14 @@ def dense_mean(policy: str, total: jax.Array, workers: int) -> tuple[jax.Array, 
 def withhold(
     policy: str, total: PaddedCOO | jax.Array, sent: PaddedCOO, undelivered: Undelivered
 ) -> tuple[PaddedCOO | jax.Array, Undelivered, jax.Array]:
-    """Takes out of a dense total what is not finite, and gives it back to the workers.
+    """Takes entries that are not finite out of a dense total, and returns them to the workers.
 
     The sum of finite entries may overflow. Each worker then keeps its own part of such an
     entry, whole, so that nothing is lost and the residuals stay finite. The sums of a
     sparse total are finite by the contract of :class:`SparseAllreduce`.
 
     Returns:
-      The total, what this worker keeps, and ``i32[]``, how many entries that were.
+      The total, the undelivered entries of this worker, and ``i32[]``, how many were taken out.
     """
     none = jnp.zeros((), jnp.int32)
     if policy == "propagate" or isinstance(total, PaddedCOO):
@@ -175,13 +175,13 @@ def withhold(
     finite = jnp.isfinite(dense)
 
     def delivered(indices):
-        # Of the few entries again: all of ``finite`` would be an array of n bytes.
+        # Computed again for the few entries: all of ``finite`` would be an array of n bytes.
         return jnp.isfinite(dense.at[indices].get(mode="fill", fill_value=0))
 
     slots = jnp.where(delivered(sent.indices), undelivered.slots, sent.values)
     others = undelivered.others
     if others.capacity:
-        # What rounding took off a sum that nobody gets is in the parts already.
+        # The rounding error of a sum that is not delivered is already part of what workers keep.
         values = jnp.where(delivered(others.indices), others.values, jnp.zeros_like(others.values))
         others = PaddedCOO(values, others.indices, others.size)
     total = jnp.where(finite, dense, jnp.zeros_like(dense))
@@ -190,7 +190,7 @@ def withhold(
 
 
 def limit_at(limit: optax.ScalarOrSchedule | None, count: jax.Array) -> jax.Array | None:
-    """The limit of the step after ``count`` of them, ``f32[]``."""
+    """The limit of the step after ``count`` steps, ``f32[]``."""
     if limit is None:
         return None
     return jnp.asarray(limit(count) if callable(limit) else limit, jnp.float32)
@@ -208,13 +208,13 @@ def with_dense_leaves(
     total: jax.Array | None,
     options: Options,
 ) -> Reduced:
-    """``reduced`` with the mean of the leaves that go dense, and the words that it took.
+    """``reduced`` with the mean of the dense leaves, and with its words.
 
     Args:
-      reduced: the mean of all others, and the state.
-      step: that of these leaves, too.
-      total: ``f32[d]``, their sum over the workers; None where it is still to be made.
-      options: the axis, and the policy for what is not finite.
+      reduced: the mean of all other leaves, and the state.
+      step: the step, dense leaves included.
+      total: ``f32[d]``, the sum of the dense leaves over the workers; None: compute it here.
+      options: the axis, and the policy for numbers that are not finite.
     """
     (mean, state), part = reduced, step.dense_pending
     if part is None:

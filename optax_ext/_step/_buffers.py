@@ -1,6 +1,6 @@
-"""Between a pytree of gradients and the flat buffers: the one that is sparsified, and the rest.
+"""From a pytree of gradients to the flat buffers, sparse and dense, and back.
 
-On the way a transformation of each worker's own gradient may stand in front of the accumulation.
+A transformation of each worker's own gradient may be applied before the accumulation.
 """
 
 import math
@@ -16,9 +16,9 @@ from sparse_collectives import AxisName, _compat
 
 
 def ravel(tree: Any, layout: _layout.TreeLayout) -> tuple[jax.Array, jax.Array]:
-    """The sparse leaves as one ``f32[n]``, and the dense ones as another.
+    """The sparse leaves as one ``f32[n]``, and the dense leaves as another array.
 
-    A single leaf costs no copy.
+    A single leaf is not copied.
     """
     leaves = jax.tree.leaves(tree)
 
@@ -40,7 +40,7 @@ def unravel(
 ) -> Any:
     """The inverse of :func:`ravel`, in the dtypes of the layout.
 
-    With ``saturate``, what is finite stays so in a narrower dtype.
+    With ``saturate``, finite numbers stay finite in a narrower dtype.
     """
     leaves, offsets = [], {False: 0, True: 0}
     for shape, dtype, is_dense in zip(layout.shapes, layout.dtypes, layout.dense, strict=True):
@@ -52,7 +52,7 @@ def unravel(
 
 
 def narrowed(x: jax.Array, dtype: Any, *, saturate: bool) -> jax.Array:
-    """``x`` in ``dtype``; with ``saturate``, the largest finite number stands for larger ones."""
+    """``x`` in ``dtype``; with ``saturate``, the largest finite number replaces larger ones."""
     if x.dtype == dtype:
         return x
     if saturate:
@@ -76,12 +76,12 @@ def dtype_runs(layout: _layout.TreeLayout) -> list[tuple[int, Any]]:
 
 
 class Elementwise(optax.GradientTransformation):
-    """One that treats every entry alike, whatever its leaf, and asks for no parameters.
+    """A transformation that treats all entries alike, in any leaf, and needs no parameters.
 
-    It is given the flat buffers, once they are made: a leaf for itself would be written once
-    more, to be joined. What it makes of gradients below :data:`._accumulation.LARGEST_GRADIENT`,
-    and what it keeps of them, is finite, unless a number that it was made with is not: so it is
-    enough to look at the gradients, and what it makes need not be written to be looked at.
+    It is applied to the flat buffers: separate leaves would be written once more to be joined.
+    For gradients below :data:`._accumulation.LARGEST_GRADIENT` its output and its state are
+    finite, unless one of its own hyperparameters is not. It is therefore enough to check the
+    gradients, and its output need not be written to memory for a check.
     """
 
 
@@ -90,12 +90,12 @@ class Loaded(NamedTuple):
 
     Attributes:
       sparse: ``f32[n]``, the increments of the leaves in the sparse buffer.
-      dense: ``f32[d]``, those of the leaves that go dense.
+      dense: ``f32[d]``, the increments of the dense leaves.
       local: the next state of the transformation, with a leading axis of 1.
-      left_out: ``i32[]``, entries of the gradients that the transformation was not shown.
-      seen: of each buffer that is not empty the gradients ``f32[1, size]``, and what is made of the
-        largest gradient, ``f32[1, 1]``, where these say whether all increments are finite; else
-        nothing.
+      left_out: ``i32[]``, entries of the gradients that were hidden from the transformation.
+      seen: for each buffer that is not empty, the gradients ``f32[1, size]`` and the increment of
+        the largest gradient, ``f32[1, 1]``, if these decide whether all increments are finite;
+        otherwise empty.
     """
 
     sparse: jax.Array
@@ -106,7 +106,7 @@ class Loaded(NamedTuple):
 
 
 def init_local(tx: optax.GradientTransformation | None, layout: _layout.TreeLayout) -> Any:
-    """The state of one that is :class:`Elementwise`, in float32, without a leading axis."""
+    """The state of an :class:`Elementwise` transformation, in float32, without a leading axis."""
     if tx is None:
         return ()
     sizes = (layout.size, layout.dense_size)
@@ -126,12 +126,12 @@ def loaded(
 
     Args:
       tx: an :class:`Elementwise` transformation, or None.
-      gradients: of this worker.
-      state: as in the optimizer state: with a leading axis of 1.
-      layout: of the gradients.
-      axis: of the workers.
-      drop: whether what is not finite is zero to the transformation: it would stay in its state
-        for good.
+      gradients: the gradients of this worker.
+      state: as in the optimizer state, with a leading axis of 1.
+      layout: the layout of the gradients.
+      axis: the axis of the workers.
+      drop: whether the transformation gets zeros for numbers that are not finite, which would
+        otherwise stay in its state.
     """
     none = jnp.zeros((), jnp.int32)
     if tx is None:
@@ -141,12 +141,12 @@ def loaded(
     left_out = none
     if drop:
         gradients, left_out = _accumulation.zeroed(gradients, _accumulation.LARGEST_GRADIENT)
-    # In the shape of the state: XLA then writes in place where it is donated.
+    # In the shape of the state, so that XLA writes in place if the state is donated.
     before, step = _sparse_state.with_lead(gradients), jax.vmap(tx.update)
     made = iter(_sparse_state.without_lead(step(before, state)[0]))
-    # Computed once more, where it is chosen or not: what is shared would be written twice.
+    # Computed again for the choice between new and old state: a shared result is written twice.
     state_after = step(jax.lax.optimization_barrier(before), state)[1]
-    # All are finite if one of the largest gradient is.
+    # All increments are finite if the increment of the largest gradient is.
     largest = [jnp.full_like(x[:, :1], _accumulation.LARGEST_GRADIENT) for x in before]
     probed: Any = step(largest, _first_of(state))[0]
     empty = jnp.zeros((0,), jnp.float32)
@@ -160,12 +160,12 @@ def loaded(
 
 
 def _first_of(state: Any) -> Any:
-    """The first entry of what is kept of a buffer, ``f32[1, size]``, and all else as it is."""
+    """The first entry of each buffer in a state, ``f32[1, size]``; the rest is unchanged."""
     return jax.tree.map(lambda x: x[:, :1] if x.ndim == 2 else x, state)
 
 
 def init_of_leaves(tx: optax.GradientTransformation, params: Any) -> Any:
-    """The state of one that looks at leaves, in float32, without a leading axis."""
+    """The state of a transformation of leaves, in float32, without a leading axis."""
     return tx.init(jax.tree.map(_in_float32, params))
 
 
@@ -179,8 +179,8 @@ def transformed(
     drop: bool,
     extra: Mapping[str, Any],
 ) -> tuple[Any, Any, jax.Array]:
-    """The gradients as leaves in float32, transformed; the next state; what was left out."""
-    # The increments of a 16-bit leaf add up in float32, and so they are made in it.
+    """The gradients as leaves in float32, transformed; the next state; entries left out."""
+    # Increments of a 16-bit leaf are computed in float32, in which they accumulate.
     gradients = jax.tree.map(_in_float32, gradients)
     none = jnp.zeros((), jnp.int32)
     gradients, left_out = _accumulation.zeroed(gradients) if drop else (gradients, none)
@@ -191,10 +191,10 @@ def transformed(
 
 
 def describe(tx: optax.GradientTransformation | None, state: Any) -> str:
-    """The states that it keeps, as :func:`init_local` made them, for a checkpoint's metadata.
+    """The names of the states in ``state``, for a checkpoint's metadata.
 
-    optax's transformations don't say what they were made with, and a rate may change from
-    run to run; what has to agree is what is kept.
+    Transformations of optax do not record their arguments, and a learning rate may change from
+    run to run; only the kind of state has to agree.
     """
     if tx is None:
         return "none"

@@ -1,4 +1,4 @@
-"""What can be wrong with a call, found at trace time and said plainly."""
+"""Checks of calls at trace time, with errors that name the fix."""
 
 import re
 from typing import Any
@@ -14,36 +14,36 @@ from sparse_collectives import AxisName, Selector, SparseAllreduce, _compat, _va
 
 
 class UnboundAxisError(ValueError):
-    """The axis of a transformation is not bound where it is called."""
+    """The axis of a transformation is not bound at the place of the call."""
 
     def __init__(self, axis: Any):
         if bound := _compat.bound_axes():
             message = (
-                f"axis={axis!r} is not bound here, where the axes are {bound}. Give the "
+                f"axis={axis!r} is not bound here; the bound axes are {bound}. Give the "
                 f"transformation one of these as axis=, or the mapped function axis_name={axis!r}."
             )
         else:
             message = (
                 f"axis={axis!r} is not bound here. Make the state with optax_ext.init_state(tx, "
                 "params, mesh), on a mesh with that axis, or call tx.init under "
-                "jax.set_mesh(mesh); for what calls tx.init by itself, as flax's "
-                "TrainState.create and nnx.Optimizer do, optax_ext.with_mesh(tx, mesh) knows the "
-                "mesh. Call tx.update inside a function mapped over the axis: jax.shard_map, "
-                "jax.pmap or sparse_collectives.simulate; optax_ext.make_train_step does that."
+                "jax.set_mesh(mesh). If other code calls tx.init, as flax's TrainState.create and "
+                "nnx.Optimizer do, give it optax_ext.with_mesh(tx, mesh). Call tx.update inside a "
+                "function mapped over the axis: jax.shard_map, jax.pmap or "
+                "sparse_collectives.simulate; optax_ext.make_train_step does that."
             )
         super().__init__(message)
         self.axis = axis
 
 
 def workers(axis: AxisName) -> int:
-    """P of the bound axis."""
+    """P, the size of the bound axis."""
     if not _compat.axis_is_bound(axis):
         raise UnboundAxisError(axis)
     return transport.axis_size(axis)
 
 
 def check_parts(selector: Any, allreduce: Any) -> None:
-    """Each part is what its argument asks for."""
+    """Each part has the type of its argument."""
     wanted = (
         ("selector", selector, Selector, "sparse_collectives.select.topk(density=0.01)"),
         ("allreduce", allreduce, SparseAllreduce, "sparse_collectives.allreduce.topk_a()"),
@@ -57,7 +57,7 @@ def check_parts(selector: Any, allreduce: Any) -> None:
 
 
 def check_residual_option(residual: Any) -> None:
-    """It says how a residual is kept."""
+    """The option was made by :func:`optax_ext.residual`."""
     if residual is not None and not isinstance(residual, Residual):
         raise TypeError(
             f"residual must be made by optax_ext.residual, got {residual!r}. Write for example "
@@ -66,26 +66,27 @@ def check_residual_option(residual: Any) -> None:
 
 
 def check_step_ahead(residual: Residual | None, local: Any) -> None:
-    """A residual that is applied to the parameters is in their unit."""
+    """A residual that is applied to the parameters has their unit."""
     if residual is not None and residual.step_ahead and local is None:
         raise ValueError(
             f"residual has step_ahead={residual.step_ahead}, but without local= it holds "
-            "gradients, which can't be added to parameters. Put the rate in front, with its sign: "
-            "local=optax.scale_by_learning_rate(rate), and no optimizer behind; or use "
-            "optax_ext.sparse_adamw or sparse_sgd."
+            "gradients, which can't be added to parameters. Apply the learning rate and its sign "
+            "before the exchange, with local=optax.scale_by_learning_rate(rate), and use no "
+            "optimizer after it; or use optax_ext.sparse_adamw or sparse_sgd."
         )
 
 
 def check_limit(limit: Any, local: Any) -> None:
-    """What bounds the updates of parameters is positive, and there are such updates."""
+    """A limit of updates is positive, and the exchanged values are updates of parameters."""
     if limit is None:
         return
     if local is None:
         raise ValueError(
-            "limit bounds what an entry of the parameters moves in a step, but without local= "
-            "what is exchanged are gradients. Put the rate in front, with its sign: "
-            "local=optax.scale_by_learning_rate(rate), and no optimizer behind; or use "
-            "optax_ext.sparse_adamw. Gradients are clipped by optax_ext.local_clip_by_global_norm."
+            "limit bounds how far an entry of the parameters moves in a step, but without local= "
+            "the exchanged values are gradients. Apply the learning rate and its sign before the "
+            "exchange, with local=optax.scale_by_learning_rate(rate), and use no optimizer after "
+            "it; or use optax_ext.sparse_adamw. To clip gradients, use "
+            "optax_ext.local_clip_by_global_norm."
         )
     check_positive_limit(limit)
 
@@ -100,17 +101,17 @@ def check_positive_limit(limit: Any) -> None:
 
 
 def check_every(every: Any) -> int:
-    """H; 1 of None, as optax.inject_hyperparams would make an array of a number."""
+    """H; 1 for None, the default, as optax.inject_hyperparams would make an array of a number."""
     return 1 if every is None else _validation.check_positive_int("every", every)
 
 
 def check_late(decay: float, dense_steps: Any) -> None:
-    """What is exchanged beside the steps of a round is what waited, and all of that."""
+    """An exchange during the steps of a round is sparse, and its residuals have no decay."""
     if decay != 1.0:
         raise ValueError(
-            f"residual(decay={decay}) in optax_ext.make_train_round: workers go on while there is "
-            "an exchange, and a decay at its end would forget a part of what has been delivered. "
-            "Leave decay out."
+            f"residual(decay={decay}) in optax_ext.make_train_round: workers take steps during an "
+            "exchange, and a decay at its end would lose a part of the delivered entries. Leave "
+            "decay out."
         )
     if callable(dense_steps) or dense_steps:
         raise ValueError(
@@ -121,28 +122,29 @@ def check_late(decay: float, dense_steps: Any) -> None:
 
 
 def check_rounds(every: Any, local: Any, dense_leaves: Any) -> int:
-    """H, and what waits between two exchanges are updates of parameters that all have residuals."""
+    """H; in rounds residuals hold updates of parameters, and every parameter has a residual."""
     every = check_every(every)
     if every == 1:
         return every
     if local is None:
         raise ValueError(
-            f"every={every} has each worker go on by itself between two exchanges, but without "
-            "local= its residual holds gradients, which are no steps of the parameters. Put the "
-            "rate in front, with its sign: local=optax.scale_by_learning_rate(rate), and no "
-            "optimizer behind; or use optax_ext.sparse_adamw or sparse_sgd. To add up gradients "
-            "and exchange their sum: optax_ext.multi_steps(tx, k)."
+            f"every={every} lets each worker take its own steps between two exchanges, but without "
+            "local= its residual holds gradients, which are no steps of the parameters. Apply the "
+            "learning rate and its sign before the exchange, with "
+            "local=optax.scale_by_learning_rate(rate), and use no optimizer after it; or use "
+            "optax_ext.sparse_adamw or sparse_sgd. To accumulate gradients and exchange their sum: "
+            "optax_ext.multi_steps(tx, k)."
         )
     if dense_leaves is not None:
         raise ValueError(
-            f"every={every} has each worker go on by itself between two exchanges, and leaves that "
-            "go dense have no residual for it. Leave out dense_leaves=, or write every=1."
+            f"every={every} lets each worker take its own steps between two exchanges, and dense "
+            "leaves have no residual that keeps them. Leave out dense_leaves=, or write every=1."
         )
     return every
 
 
 def check_hyperparameter(name: str, value: Any, low: float, high: float) -> float | jax.Array:
-    """A number in [low, high], or one of ``optax.inject_hyperparams``, which only a step knows."""
+    """A number in [low, high], or a scalar array of any value from ``inject_hyperparams``."""
     if not isinstance(value, jax.Array):
         return _validation.check_number(name, value, low, high)
     if value.shape:
@@ -151,7 +153,7 @@ def check_hyperparameter(name: str, value: Any, low: float, high: float) -> floa
 
 
 def whether_dense(answer: Any) -> jax.Array:
-    """What a function ``dense_steps`` returned, as ``bool[]``."""
+    """The answer of a function ``dense_steps``, as ``bool[]``."""
     given = jnp.asarray(answer) if isinstance(answer, (bool, np.bool_, jax.Array)) else None
     if given is None or given.shape or given.dtype != jnp.bool_:
         came = repr(answer) if given is None else f"{given.dtype}{list(given.shape)}"
@@ -163,7 +165,7 @@ def whether_dense(answer: Any) -> jax.Array:
 
 
 def check_densities(selector: Selector, allreduce: SparseAllreduce) -> None:
-    """The selector selects no more than the allreduce delivers, where both say how much."""
+    """The selector selects no more than the allreduce delivers, if both declare a density."""
     specs = selector.spec, allreduce.spec
     selected, delivered = (None if spec is None else spec.number("density") for spec in specs)
     if selected is not None and delivered is not None and selected > delivered:
@@ -175,8 +177,8 @@ def check_densities(selector: Selector, allreduce: SparseAllreduce) -> None:
 
 
 def check_shard_axis(axis: AxisName, shard_axis: AxisName) -> None:
-    """``axis`` names the workers of a node, by ``shard_axis``, and the nodes."""
-    # As it was given: a name alone is no tuple.
+    """``axis`` has the axes of the nodes and, as ``shard_axis``, of the workers in a node."""
+    # In the form in which it was given: a single name is not a tuple.
     names = _compat.axis_names(shard_axis)
     _compat.outer_axis(axis, names[0] if len(names) == 1 else names)
 
@@ -190,7 +192,7 @@ def check_settings(state: Settings, tx: Settings) -> None:
     differences = [
         f"{name}={_parts_of(then, now)} in the state and {name}={_parts_of(now, then)} in tx"
         for name, then, now in pairs
-        # A part of one's own need not say what it is, and a traced array can't.
+        # A custom part need not have a spec, and a traced array has no value to compare.
         if then is not None and now is not None and _without_hashes(then) != _without_hashes(now)
     ]
     if differences:
@@ -212,7 +214,7 @@ def check_state_axis(state: Any, tx: Any) -> None:
 
 
 def check_workers(state: Settings, workers: int) -> None:
-    """The state was made for as many workers as there are."""
+    """The state was made for this number of workers."""
     if state.workers != workers:
         raise ValueError(
             f"the state was made for {state.workers} workers, and axis {state.axis!r} has "
@@ -222,14 +224,14 @@ def check_workers(state: Settings, workers: int) -> None:
 
 
 def _parts_of(text: str, other: str) -> str:
-    """A spec with those of its arguments alone that the other one does not have."""
+    """A spec with only the arguments that the other spec does not have."""
     (name, arguments), (other_name, others) = _split(text), _split(other)
     kept = [argument for argument in arguments if argument not in others]
     return f"{name}({', '.join(kept)})" if kept and name == other_name else text
 
 
 def _split(spec: str) -> tuple[str, list[str]]:
-    """The name in a spec, and its arguments: what commas separate that are in no brackets."""
+    """The name in a spec, and its arguments, separated at commas outside of brackets."""
     name, _, rest = spec.removesuffix(")").partition("(")
     arguments, depth = [""], 0
     for part in re.split(r"([,(\[{}\])])", rest):
@@ -266,8 +268,8 @@ def check_layout(expected: _layout.TreeLayout, got: _layout.TreeLayout) -> None:
                 f"updates{jax.tree_util.keystr(path)} has shape {new[0]} and dtype {new[1]}, but "
                 f"init was called with shape {old[0]} and dtype {old[1]}. Cast or reshape the "
                 "gradient, or make a new state with init. (Inside a function that is mapped over "
-                "axes that shard the parameters, the state is that of "
-                "optax_ext.init_state(tx, params, mesh) of the sharded parameters.)"
+                "axes that shard the parameters, pass the state that "
+                "optax_ext.init_state(tx, params, mesh) makes from the sharded parameters.)"
             )
     for path, leaf in paths:
         if got.dense[leaf] != expected.dense[leaf]:
@@ -280,7 +282,7 @@ def check_layout(expected: _layout.TreeLayout, got: _layout.TreeLayout) -> None:
 
 
 def _names(layout: _layout.TreeLayout) -> list[tuple[Any, ...]]:
-    """The path of each leaf; a box around a leaf alone, as flax's variables are, is left out."""
+    """The path of each leaf, without the box around a single leaf, such as a variable of flax."""
     tree = jax.tree.unflatten(layout.treedef, range(len(layout.shapes)))
     paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(tree))
     box = jax.tree_util.GetAttrKey("value")
@@ -290,7 +292,7 @@ def _names(layout: _layout.TreeLayout) -> list[tuple[Any, ...]]:
 def check_residual(residual: Any, size: int, workers: int, axis: AxisName) -> None:
     """The state is this worker's part of a state for this number of workers."""
     if residual.ndim == 2 and residual.shape == (1, size):
-        # Without types nothing tells one row for all workers from a row of each.
+        # Only types can distinguish one row for all workers from a row for each.
         shared = _compat.checks_varying(axis) and not _compat.is_varying(residual, axis)
         if shared and workers > 1:
             raise ValueError(

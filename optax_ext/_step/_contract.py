@@ -1,4 +1,4 @@
-"""What error feedback asks of an exchange, and what it gives to one."""
+"""The interface between error feedback and an exchange."""
 
 from typing import Any, NamedTuple, Protocol
 
@@ -13,7 +13,7 @@ from sparse_collectives import AxisName, _compat, _validation
 
 
 class Options(NamedTuple):
-    """Checked options that every exchange has; :func:`sparse_allreduce` documents them."""
+    """Checked options of every exchange; :func:`sparse_allreduce` documents them."""
 
     axis: AxisName
     nonfinite: str
@@ -26,26 +26,26 @@ class Options(NamedTuple):
 
     @property
     def dense_first(self) -> int:
-        """How many steps to begin with are dense."""
+        """The number of dense steps at the beginning."""
         return 0 if callable(self.dense_steps) else self.dense_steps
 
 
 class Accumulated(NamedTuple):
-    """What is to be exchanged in a step.
+    """The input of an exchange in a step.
 
     Attributes:
-      acc: ``f32[1, m]``, the accumulator; nothing in a dense step, and the residual alone in a
-        step that is skipped.
-      pending: what it was made of; in a dense step its increment is all of the accumulator.
-      dense_pending: of the leaves that go dense; None where there are none.
-      state: before the step.
-      layout: of the leaves.
-      proceeds: ``bool[]``, the same on every worker; where it is False nothing may be delivered.
+      acc: ``f32[1, m]``, the accumulator; zeros in a dense step, and only the residual in a
+        skipped step.
+      pending: the parts of the accumulator; in a dense step the increment is all of it.
+      dense_pending: the same for the dense leaves; None if there are none.
+      state: the state before the step.
+      layout: the layout of the leaves.
+      proceeds: ``bool[]``, the same on every worker; if it is False nothing may be delivered.
         None: every step proceeds.
-      is_dense: ``bool[]``, the same on every worker: whether the increments are to be averaged.
-        None: no step is.
-      due: ``bool[]``, the same on every worker: whether there is an exchange at this step. Where it
-        is False nothing may be sent. None: there is one at every step.
+      is_dense: ``bool[]``, the same on every worker: whether the increments are averaged densely.
+        None: no step is dense.
+      due: ``bool[]``, the same on every worker: whether this step has an exchange. If it is False
+        nothing may be sent. None: every step has one.
     """
 
     acc: jax.Array
@@ -58,44 +58,44 @@ class Accumulated(NamedTuple):
     due: jax.Array | None = None
 
 
-# The mean ``f32[n]`` of the sparse buffer, that of the leaves that go dense ``f32[d]``, the state.
+# The mean ``f32[n]`` of the sparse buffer, the mean ``f32[d]`` of the dense leaves, the state.
 Reduced = tuple[jax.Array, jax.Array, SparseAllreduceState]
 
 
 class Exchange(Protocol):
-    """How accumulators become a mean that every worker has."""
+    """The reduction of accumulators to a mean that is the same on every worker."""
 
     @property
     def keeps_others(self) -> bool:
-        """Whether a worker may be left with parts of what others sent."""
+        """Whether a worker may keep partial sums of what others sent."""
         ...
 
     @property
     def shard_axis(self) -> AxisName:
-        """The axes along which the workers of a node hold shards of one buffer; ``()`` of none."""
+        """The axes along which the workers of a node hold shards of a buffer; ``()`` if none."""
         ...
 
     def dense(self, params: Any, labels: tuple[bool, ...] | None) -> tuple[bool, ...] | None:
-        """Which leaves go dense, those that the user has labelled among them."""
+        """Which leaves are dense, including the leaves that the user has labeled."""
         ...
 
     def part_size(self, size: int) -> int:
-        """m, entries that one worker holds of a buffer of n."""
+        """m, the number of entries that one worker holds of a buffer of n."""
         ...
 
     def scatter(self, gradient: jax.Array) -> jax.Array:
-        """The part ``f32[m]`` of this worker of the gradients ``f32[n]``."""
+        """This worker's part ``f32[m]`` of the gradients ``f32[n]``."""
         ...
 
     def init(self, layout: _layout.TreeLayout, workers: int) -> tuple[Any, Any]:
-        """What it keeps for each worker, and what all have in common; without leading axes."""
+        """The state of each worker and the common state, without leading axes."""
         ...
 
     def reduce(self, step: Accumulated) -> Reduced:
-        """One step: the means, and the state with what is kept.
+        """One step: the means, and the state with the new residual.
 
-        The means are the same bits on every worker. In the state the residual is in float32, and
-        the info has no leading axes. Over the workers, the sum of the residuals and P times the
+        The means have the same bits on every worker. In the state the residual is in float32, and
+        the info has no leading axes. Over the workers, the sum of the residuals plus P times the
         mean is the sum of the accumulators.
         """
         ...
@@ -112,7 +112,7 @@ def checked_options(
     limit: optax.ScalarOrSchedule | None = None,
     every: int | None = None,
 ) -> Options:
-    """The options as they were given, or an error that says what to write instead."""
+    """The checked options, or an error that names the fix."""
     nonfinite = _validation.check_choice("nonfinite", nonfinite, _accumulation.POLICIES)
     _checks.check_residual_option(residual)
     _checks.check_step_ahead(residual, local)
@@ -141,11 +141,11 @@ def settings_of(
     correction: str | None,
     shard_axis: AxisName = (),
 ) -> _sparse_state.Settings:
-    """What a state is made for, but for the local transformation."""
+    """The settings of a state, without the local transformation."""
     return _sparse_state.Settings(
         selector=selector,
         allreduce=allreduce,
-        local="none",  # What it keeps is known at init.
+        local="none",  # The kind of its state is known at init.
         residual=str(options.residual.spec),
         correction=correction,
         axis=_compat.static_axis(options.axis),

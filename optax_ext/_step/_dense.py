@@ -20,8 +20,8 @@ class DenseState:
     Attributes:
       count: ``i32[]``, steps taken.
       delivered: ``i32[]``, entries in the last update.
-      words: ``f32[]``, 4-byte words that each worker received for it.
-      axis: static, the mesh axis of the workers; a ``Ranks`` for an MPI communicator.
+      words: ``f32[]``, 4-byte words that each worker received for the last update.
+      axis: the mesh axis of the workers, or a ``Ranks`` for an MPI communicator; static.
     """
 
     count: jax.Array
@@ -38,30 +38,30 @@ def dense(
 ) -> optax.GradientTransformationExtraArgs:
     """Averages local gradients over the workers with a dense allreduce.
 
-    What :func:`sparse_allreduce` replaces, with the same place in a chain and the
-    same checks, so that a loop can switch between the two in one word.
+    This is the baseline that :func:`sparse_allreduce` replaces. It has the same position in a
+    chain and the same checks, so that a loop can switch between the two by changing one word.
     Cost: ``2 n (P-1)/P`` words received, and ``2 log2(P)`` latencies for each
-    allreduce: one for each leaf, or for each bucket.
+    allreduce. There is one allreduce for each leaf, or for each bucket.
 
     With ``buckets`` this is the baseline DenseOvlp of the Ok-Topk paper: leaves are
     joined to buckets, and the allreduce of a bucket needs only the leaves in it, so
     that XLA can exchange the last layers while the backward pass still computes
     the first. Few large messages cost less than many small ones; each bucket of more
     than one leaf costs two copies of it. XLA merges allreduces that do not depend on
-    one another, on CPU within one process all of them (over Gloo they were seen to stay
-    apart), on GPU up to ``--xla_gpu_all_reduce_combine_threshold_bytes`` (30 MB by
-    default): buckets smaller than that become one again.
+    each other: on CPU within one process all of them (over Gloo they stayed
+    separate), on GPU up to ``--xla_gpu_all_reduce_combine_threshold_bytes`` (30 MB by
+    default). Buckets smaller than that become one again.
 
     Args:
-      axis: the mesh axis, or a tuple of them.
-      buckets: about how many buckets of equal size, made of whole leaves, the last
-        leaves of the tree first; leaves of different dtypes are not joined. None:
+      axis: the mesh axis (or a tuple of axes) of the data-parallel workers.
+      buckets: the approximate number of buckets, of about equal size and made of whole leaves,
+        the last leaves of the tree first; leaves of different dtypes are not joined. None:
         one allreduce for each leaf.
-      dtype: of what is sent: ``"float16"`` or ``"bfloat16"`` take half of the words of float32, and
-        the mean has the dtypes of the gradients all the same. Each worker divides its gradient by
-        P before it is rounded, so that the sum does not overflow; in float16 entries below 6e-8 P
-        become 0, and nothing keeps what is rounded off. On CPU bfloat16 gains nothing, since XLA
-        widens it before it adds up. None: the dtypes of the gradients.
+      dtype: the dtype of messages. ``"float16"`` and ``"bfloat16"`` take half of the words of
+        float32; the mean still has the dtypes of the gradients. Each worker divides its gradient
+        by P before rounding, so that the sum does not overflow. In float16, entries below 6e-8 P
+        become 0, and rounding errors are lost. On CPU bfloat16 gains nothing, since XLA widens it
+        before the sum. None: the dtypes of the gradients.
 
     Returns:
       An ``optax.GradientTransformationExtraArgs`` with a :class:`DenseState`;
@@ -69,7 +69,7 @@ def dense(
       anywhere.
 
     Raises:
-      ValueError: fewer than one bucket; another dtype; an axis that is not bound; gradients
+      ValueError: fewer than one bucket; another dtype; the axis is not bound; the gradients are
         already summed over it.
 
     Example:
@@ -128,7 +128,7 @@ def _bucketed(leaves: list[jax.Array], buckets: int | None) -> list[list[int]]:
 
 
 def _share(leaf: jax.Array, workers: int, dtype: Any) -> jax.Array:
-    """What a worker adds to the mean."""
+    """The contribution of a worker to the mean."""
     return (leaf.astype(jnp.float32) / workers).astype(dtype)
 
 

@@ -1,4 +1,4 @@
-"""Which leaves of the parameters are exchanged densely, beside the buffer that is sparsified."""
+"""Which leaves of the parameters are exchanged densely instead of in the sparse buffer."""
 
 import math
 from collections.abc import Callable
@@ -13,11 +13,11 @@ LABELS = ("sparse", "dense")
 
 
 def small_leaves(*, min_size: int = 1024, min_ndim: int = 2) -> Callable[[Any], Any]:
-    """A label function: leaves that are small, or have few dimensions, are dense.
+    """Makes a label function: leaves that are small, or have few dimensions, are dense.
 
-    Biases and the scales of normalisation layers hold few of the entries, and their
-    gradients are dense and of another magnitude than those of matrices, so that a common
-    threshold takes all of them or none.
+    Biases and the scales of normalization layers have few of the entries. Their gradients are
+    dense and differ in magnitude from the gradients of matrices, so a common threshold selects
+    all of their entries or none.
 
     Args:
       min_size: leaves with fewer entries are dense.
@@ -26,6 +26,9 @@ def small_leaves(*, min_size: int = 1024, min_ndim: int = 2) -> Callable[[Any], 
     Returns:
       A function from parameters to a pytree of labels, ``"sparse"`` or ``"dense"``, for
       ``sparse_allreduce(..., dense_leaves=)`` or ``optax.multi_transform``.
+
+    Raises:
+      ValueError: an argument is not an integer of at least 0.
 
     Example:
       >>> import jax.numpy as jnp

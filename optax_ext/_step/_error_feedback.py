@@ -26,13 +26,13 @@ from sparse_collectives._platform import by_platform
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ErrorFeedback:
-    """Accumulates, exchanges and keeps what was not delivered.
+    """Accumulates, exchanges, and keeps the undelivered entries.
 
     Attributes:
-      exchange: from accumulators to the mean.
-      options: those that do not depend on the exchange.
+      exchange: reduces accumulators to the mean.
+      options: the options that do not depend on the exchange.
       correction: momentum before the accumulation, or None.
-      settings: all of it as text, but for the local transformation.
+      settings: all settings as text, except the local transformation.
     """
 
     exchange: Exchange
@@ -41,7 +41,7 @@ class ErrorFeedback:
     settings: _sparse_state.Settings
 
     def init(self, layout: _layout.TreeLayout) -> SparseAllreduceState:
-        """The state of the part of a device before the first step."""
+        """The state for the part of a device before the first step."""
         options, correction = self.options, self.correction
         size, dense = self.exchange.part_size(layout.size), layout.dense_size
         workers = _checks.workers(options.axis)
@@ -58,7 +58,7 @@ class ErrorFeedback:
         )
         per_worker = _compat.to_varying(_sparse_state.with_lead(per_worker), options.axis)
         *kept, missed, owner, info = per_worker
-        # Of the info all devices of a worker have the same.
+        # The info is the same on all devices of a worker.
         kept, shared = _compat.to_varying((kept, shared), layout.device_axes)
         residual, velocity, dense_velocity, local, selector = kept
         counters = {
@@ -89,12 +89,12 @@ class ErrorFeedback:
         layout: _layout.TreeLayout,
         left_out: jax.Array,
     ) -> tuple[Any, SparseAllreduceState]:
-        """One step of the part of a device; ``(updates, state)``.
+        """One step for the part of a device; ``(updates, state)``.
 
         Args:
-          updates: its gradients, as leaves of ``layout``.
-          state: of this device.
-          layout: of its part.
+          updates: the gradients of the device, as leaves of ``layout``.
+          state: the state of the device.
+          layout: the layout of its part.
           left_out: ``i32[]``, entries of the gradients that are not in ``updates``.
         """
         options = self.options
@@ -110,7 +110,7 @@ class ErrorFeedback:
         )
         own, missed = None, state.missed
         if options.every > 1:
-            # A worker leaves out its own step, and nobody waits for it.
+            # A worker leaves out its own step only, and others do not wait for it.
             own, proceeds = proceeds, None
             missed += dropped if own is None else (~own).astype(jnp.int32)
             dropped = jnp.zeros((), jnp.int32)
@@ -141,10 +141,10 @@ class ErrorFeedback:
         return _buffers.unravel(mean, dense_mean, layout, saturate=saturate), stepped
 
     def exchange_alone(self, state: SparseAllreduceState, layout: _layout.TreeLayout) -> None:
-        """The exchange of what waits, without a step, for :mod:`._phases`.
+        """The exchange of the residuals, without a step, for :mod:`._phases`.
 
         Raises:
-          ValueError: options of which a round in pieces can't take account.
+          ValueError: options that a round in pieces cannot support.
         """
         _checks.check_late(self.options.residual.decay, self.options.dense_steps)
         waiting = _accumulation.own(
@@ -164,23 +164,22 @@ class ErrorFeedback:
         )
 
     def _who_decide(self, layout: _layout.TreeLayout) -> AxisName:
-        """Those who take a step together, or none of them: all workers and all their devices.
+        """The axes whose devices skip a step together: all workers and all their devices.
 
-        Between two exchanges a worker decides for itself, and one whose node holds a shard of its
-        buffer with its node.
+        In rounds a worker decides alone, or together with its node if the node shards its buffer.
         """
         axis = self.options.axis if self.options.every == 1 else self.exchange.shard_axis
         return (*_compat.axis_names(axis), *layout.device_axes) if layout.device_axes else axis
 
     def _largest_limit(self, state: SparseAllreduceState) -> Any:
-        """Of the steps so far and of this one, ``f32[]``."""
+        """The largest limit of the steps so far, this one included, ``f32[]``."""
         limit = _applied.limit_at(self.options.limit, state.count)
         return () if limit is None else jnp.maximum(state.limit, limit)
 
     def load(
         self, updates: Any, state: SparseAllreduceState, layout: _layout.TreeLayout
     ) -> _buffers.Loaded:
-        """As :func:`._buffers.loaded`; of its shard where there are shards."""
+        """As :func:`._buffers.loaded`; for the shard of this worker if there are shards."""
         loaded = _buffers.loaded(
             self.options.local,
             updates,
@@ -199,11 +198,11 @@ class ErrorFeedback:
         state: SparseAllreduceState,
         layout: _layout.TreeLayout,
     ) -> list[Pending]:
-        """What is to be added to the residual, with the momentum of the correction."""
+        """The increments of the residual, with the momentum of the correction."""
         seen = iter(loaded.seen if self.correction is None else ())
 
         def part(residual, increment, velocity, bounded=False):
-            # In the shape of the state: XLA then adds in place where it is donated.
+            # In the shape of the state, so that XLA adds in place if the state is donated.
             increment, old = increment[None], velocity
             if self.correction is not None and increment.size:
                 velocity, increment = self.correction.update(velocity, increment)
@@ -224,14 +223,14 @@ class ErrorFeedback:
         return parts
 
     def _is_dense(self, count: jax.Array) -> jax.Array | None:
-        """``bool[]``, whether step ``count`` is dense; None where no step is."""
+        """``bool[]``, whether step ``count`` is dense; None if no step is."""
         dense_steps = self.options.dense_steps
         if callable(dense_steps):
             return _checks.whether_dense(dense_steps(count))
         return count < dense_steps if dense_steps else None
 
     def _is_due(self, count: jax.Array, is_dense: jax.Array | None) -> jax.Array | None:
-        """``bool[]``, whether step ``count`` has an exchange; None where every step has."""
+        """``bool[]``, whether step ``count`` has an exchange; None if every step has one."""
         every = self.options.every
         if every == 1:
             return None
@@ -245,7 +244,7 @@ class ErrorFeedback:
         state: SparseAllreduceState,
         layout: _layout.TreeLayout,
     ) -> Accumulated:
-        """The accumulator: the residual and the increment, which a dense step takes as a whole."""
+        """The accumulator: residual plus increment, which a dense step moves to the increment."""
         pending, is_dense = buffers[0], self._is_dense(state.count)
         due = self._is_due(state.count, is_dense)
         decays = next((x for x in (proceeds, due) if x is not None), jnp.ones((), jnp.bool_))
@@ -254,7 +253,7 @@ class ErrorFeedback:
             + pending.increment
         )
         if is_dense is not None:
-            # What waits goes with the increments; of a step that is skipped nothing does.
+            # A dense step also delivers the residual; a skipped step delivers nothing.
             goes = is_dense if proceeds is None else is_dense & proceeds
             nothing = jnp.zeros_like(acc)
             pending = pending._replace(increment=jnp.where(goes, acc, nothing))
@@ -274,9 +273,9 @@ class ErrorFeedback:
 def _of_all_devices(
     stepped: SparseAllreduceState, before: SparseAllreduceState, device_axes: tuple[Hashable, ...]
 ) -> SparseAllreduceState:
-    """What a step did, of all devices of a worker: sums, and of thresholds the smallest.
+    """The counts of a step over all devices of a worker: sums, and the smallest thresholds.
 
-    Cost: two allgathers of some words among them.
+    Cost: two allgathers of some words among these devices.
     """
     if not device_axes:
         return stepped
@@ -305,7 +304,7 @@ def _of_all_devices(
 
 
 def _over_devices(numbers: list[jax.Array], device_axes: tuple[Hashable, ...]) -> list[jax.Array]:
-    """Each number of all devices of a worker, ``[m]``, in its dtype."""
+    """Each number gathered from all devices of a worker, ``[m]``, in its dtype."""
     words = [lax.bitcast_convert_type(x, jnp.int32) for x in numbers]
     gathered = transport.all_gather(_compat.to_varying(jnp.stack(words), device_axes), device_axes)
     return [lax.bitcast_convert_type(gathered[:, i], x.dtype) for i, x in enumerate(numbers)]
@@ -324,8 +323,8 @@ def _unless_skipped(
 ) -> SparseAllreduceState:
     """``stepped``, or ``state`` with one more skipped step.
 
-    The buffers of the size of the parameters are the same in both already, but for those of
-    a local transformation.
+    The buffers of the size of the parameters are already the same in both, except the buffers
+    of a local transformation.
     """
     chosen = _either(proceeds, stepped, stepped, state._replace(skipped=state.skipped + 1))
     return chosen._replace(
@@ -336,9 +335,9 @@ def _unless_skipped(
 
 
 def _either(condition: jax.Array, stepped: SparseAllreduceState, yes: Any, no: Any) -> Any:
-    """The one tree or the other, by a condition that was known before the exchange."""
-    # On a CPU these would be copied, if they might be written before the accumulator has read
-    # them. A GPU writes both in one pass.
+    """One of two trees, by a condition that is known before the exchange."""
+    # On CPU XLA copies the old buffers if they might be overwritten before the accumulator has
+    # read them, so the condition depends on the exchange. A GPU writes both in one pass.
     condition = by_platform(
         lambda known, delivered: known & (delivered >= 0),
         lambda known, delivered: known,

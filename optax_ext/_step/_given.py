@@ -1,4 +1,4 @@
-"""How parameters are sharded, told to the ``init`` that is traced from what has the arrays."""
+"""How parameters are sharded, passed from the caller with the arrays to a traced ``init``."""
 
 import contextlib
 import contextvars
@@ -16,11 +16,11 @@ from sparse_collectives import AxisName, _compat
 
 
 class Given(NamedTuple):
-    """The leaves of all parameters, and the mesh.
+    """The PartitionSpecs of all parameters, and the mesh.
 
     Attributes:
-      sizes: of all axes of the mesh, in its order.
-      specs: by the path of a leaf.
+      sizes: the sizes of all axes of the mesh, in its order.
+      specs: the PartitionSpec of each leaf, by its path.
     """
 
     sizes: Mapping[Any, int]
@@ -32,7 +32,7 @@ _given: contextvars.ContextVar[Given | None] = contextvars.ContextVar("sharding"
 
 @contextlib.contextmanager
 def sharded(given: Given | None) -> Generator[None]:
-    """``init`` of any transformation finds the sharding of its leaves by their paths."""
+    """In this context ``init`` of a transformation finds the sharding of its leaves by path."""
     token = _given.set(given)
     try:
         yield
@@ -41,26 +41,26 @@ def sharded(given: Given | None) -> Generator[None]:
 
 
 def sharding_of(params: Any, axis: AxisName) -> Sharding:
-    """Of the leaves of ``params``, over the axes besides ``axis``; whole where nothing is said.
+    """The sharding of ``params`` over the axes besides ``axis``; unsharded if none is given.
 
     Raises:
-      ValueError: a leaf that was not among those that were given; see :func:`of_specs`.
+      ValueError: a leaf whose path is not among the given paths; see also :func:`of_specs`.
     """
     given = _given.get()
     if given is None:
         return _layout.unsharded([jnp.shape(leaf) for leaf in jax.tree.leaves(params)])
     workers = _compat.axis_names(axis)
     others = {name: n for name, n in given.sizes.items() if name not in workers}
-    # Along an axis of one worker, sharded and whole are the same.
+    # Along an axis of size 1, sharded and whole are the same.
     alone = [name for name in workers if given.sizes.get(name) == 1]
     leaves = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         name = jax.tree_util.keystr(path)
         if name not in given.specs:
             raise ValueError(
-                f"a transformation is given params{name}, which is no path of the parameters that "
-                f"are sharded: {', '.join(list(given.specs)[:5])}, ... What is around it must keep "
-                "their paths, as optax.masked, multi_transform and optax_ext.bucketed do."
+                f"a transformation is given params{name}, which is no path of the sharded "
+                f"parameters: {', '.join(list(given.specs)[:5])}, ... A wrapper around it must "
+                "keep their paths, as optax.masked, multi_transform and optax_ext.bucketed do."
             )
         leaves.append((name, jnp.shape(leaf), _without(alone, given.specs[name])))
     return of_specs(tuple(others), tuple(others.values()), leaves, workers)
@@ -91,7 +91,7 @@ def of_specs(
             shared = [n for n in names if n in workers]
             if shared:
                 raise ValueError(
-                    f"params{name} is sharded over axis {shared[0]!r}, which is that of the "
+                    f"params{name} is sharded over axis {shared[0]!r}, which is the axis of the "
                     f"workers: {spec}. Every worker needs all of the parameters. Shard them over "
                     "another axis of the mesh, or give the transformation another axis."
                 )

@@ -1,9 +1,9 @@
-"""Whether gradients, losses and states are those that a step of many workers needs.
+"""Checks of gradients, losses and states in a step of many workers.
 
-Types tell whether a value is the same on all workers under ``shard_map(check_vma=True)``. Under
-``pmap``, ``check_vma=False`` and :func:`~sparse_collectives.simulate` they don't; but the
-equations that made a value are there to be read, which costs nothing when the program runs. What
-is not seen there, such as a gradient that another program has computed, proves nothing.
+Under ``shard_map(check_vma=True)`` types record whether a value is the same on all workers. Under
+``pmap``, ``check_vma=False`` and :func:`~sparse_collectives.simulate` they do not. There the checks
+read the traced equations that made a value, which costs nothing at run time. A value without such
+equations, such as a gradient that another program has computed, proves nothing.
 """
 
 import warnings
@@ -41,7 +41,7 @@ def check_local_gradients(updates: Any, axis: AxisName) -> None:
 
 
 def check_not_averaged(updates: Any, axis: AxisName) -> None:
-    """No equation says that all leaves are sums over the axis already; types need not tell."""
+    """The equations do not prove that all leaves are already sums over the axis; reads no types."""
     leaves = jax.tree.leaves(updates)
     if workers(axis) > 1 and leaves and is_reduced(leaves, axis):
         raise ValueError(_averaged(axis))
@@ -57,10 +57,10 @@ def _averaged(axis: AxisName) -> str:
 
 
 def warn_without_ahead(updates: Any, state: Any, params: Any) -> None:
-    """A gradient that was taken at the parameters, where a step-ahead is asked for.
+    """Warns if a gradient was taken at the parameters although the optimizer looks ahead.
 
-    It was seen to be made from ``params`` and not from the residual; of one that another program
-    has computed nothing is seen.
+    The equations show that it was made from ``params`` and not from the residual. They do not
+    show how another program computed a gradient.
     """
     if not state.settings.step_ahead or params is None or not state.layout.size:
         return
@@ -69,10 +69,11 @@ def warn_without_ahead(updates: Any, state: Any, params: Any) -> None:
         return
     if not depends_on(leaves, [state.residual]):
         warnings.warn(
-            "the gradients were taken at params, and the optimizer takes them a step ahead "
-            f"(step_ahead={state.settings.step_ahead!r}), without which it is another algorithm, "
-            "which learns worse: write jax.grad(loss_fn)(optax_ext.ahead(params, opt_state), "
-            "batch), or give it residual=optax_ext.residual() for none.",
+            "the gradients were taken at params, but the optimizer expects them at look-ahead "
+            f"parameters (step_ahead={state.settings.step_ahead!r}). Without look-ahead it is "
+            "another algorithm, which converges worse: write "
+            "jax.grad(loss_fn)(optax_ext.ahead(params, opt_state), batch), or turn look-ahead off "
+            "with residual=optax_ext.residual().",
             stacklevel=2,
         )
 
@@ -117,9 +118,9 @@ def _described(result: Any) -> str:
 def check_same_on_devices(
     updates: Any, free: Sequence[tuple[Hashable, ...]], axis: AxisName
 ) -> None:
-    """Where the devices of a worker hold the same of a parameter, its gradient is the same."""
+    """The gradient of a parameter is the same on all devices of a worker that replicate it."""
     if not _compat.checks_varying(axis):
-        return  # Nothing in the types tells.
+        return  # The types do not record it.
     leaves = jax.tree_util.tree_leaves_with_path(updates)
     for (path, leaf), names in zip(leaves, free, strict=True):
         differs = [name for name in names if name in _compat.varying_axes(leaf)]
@@ -135,7 +136,7 @@ def check_same_on_devices(
 def check_replicated_updates(updates: Any, axis: AxisName) -> None:
     """The transformation has reduced the gradients: every worker has the same updates."""
     if not _compat.checks_varying(axis):
-        return  # Nothing in the types tells.
+        return  # The types do not record it.
     for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]:
         if set(_compat.axis_names(axis)) & _compat.varying_axes(leaf):
             raise ValueError(
@@ -147,9 +148,9 @@ def check_replicated_updates(updates: Any, axis: AxisName) -> None:
 
 
 def check_state_types(opt_state: Any, specs: Any, axis: AxisName) -> None:
-    """What ``specs`` calls the same on every worker is so."""
+    """Values that ``specs`` declares to be the same on every worker are the same."""
     if not _compat.checks_varying(axis):
-        return  # Nothing in the types tells.
+        return  # The types do not record it.
     names = set(_compat.axis_names(axis))
     leaves = jax.tree_util.tree_leaves_with_path(opt_state)
     for (path, leaf), spec in zip(leaves, jax.tree.leaves(specs), strict=True):
@@ -157,10 +158,10 @@ def check_state_types(opt_state: Any, specs: Any, axis: AxisName) -> None:
         if (names & _compat.varying_axes(leaf)) - split:
             raise ValueError(
                 f"opt_state{jax.tree_util.keystr(path)} differs between the workers of axis "
-                f"{axis!r}: a transformation keeps something of the gradients before they are "
-                "reduced. Put it behind the allreduce in the chain, or give it to the allreduce as "
-                "local=, which keeps a state for each worker. To accumulate gradients in front of "
-                "it use optax_ext.multi_steps, for momentum in front of it "
+                f"{axis!r}: a transformation makes its state from gradients that are not reduced "
+                "yet. Put it after the allreduce in the chain, or give it to the allreduce as "
+                "local=, which keeps a state for each worker. To accumulate gradients before the "
+                "allreduce, use optax_ext.multi_steps; for momentum before it, use "
                 "optax_ext.momentum_correction."
             )
 
@@ -172,20 +173,20 @@ _REDUCTION, _OPERANDS, _OTHER = range(3)
 
 
 def is_reduced(values: Iterable[Any], axis: AxisName) -> bool:
-    """Whether the values are proven to be sums, or gathered, over the workers of ``axis``.
+    """Whether the values are proven to be summed or gathered over the workers of ``axis``.
 
-    Every way back from them ends in a reduction over ``axis`` or in a constant, and one at least
-    in a reduction. Of several names it may be over any.
+    Every path back from them ends in a reduction over ``axis`` or in a constant, and at least one
+    in a reduction. If ``axis`` has several names, a reduction over one of them is enough.
     """
     values = [_compat.captured(x) for x in values]
     if _compat.is_communicator(axis):
-        # No equation of jax names a communicator.
+        # Equations of JAX name no communicator.
         return False
     return any(_ends_in_reductions(values, name) for name in _compat.axis_names(axis))
 
 
 def depends_on(values: Iterable[Any], sources: Iterable[Any]) -> bool:
-    """Whether any of the values was made from any of the sources, or is one."""
+    """Whether any of the values was made from one of the sources, or is one."""
     wanted = {id(x) for x in map(_compat.captured, sources) if isinstance(x, Tracer)}
     seen: dict[int, Any] = {}
     stack = [_compat.captured(x) for x in values]
@@ -226,10 +227,10 @@ def _ends_in_reductions(values: list[Any], name: Any) -> bool:
 
 
 def _kind(eqn: Any, name: Any) -> int:
-    """Whether what an equation makes is the same on all workers: as a sum, or if its operands are.
+    """Whether the results of an equation are the same on all workers: a sum, or if operands are.
 
-    Of what holds other equations (a call, a loop, a branch) it is the first only where all of it
-    is a reduction, as of ``jax.jit(lambda x: jax.lax.pmean(x, axis))``.
+    An equation with inner equations (a call, a loop, a branch) is a reduction only if all of its
+    results are reduced, as in ``jax.jit(lambda x: jax.lax.pmean(x, axis))``.
     """
     inner = [_compat.open_jaxpr(jaxpr)[0] for jaxpr in _compat.jaxprs_in(eqn)]
     if not inner:
@@ -243,7 +244,7 @@ def _kind(eqn: Any, name: Any) -> int:
 
 
 def _all_reduced(jaxpr: Any, name: Any) -> bool:
-    """Whether every result of a jaxpr comes from reductions alone."""
+    """Whether every result of a jaxpr comes from reductions only."""
     made = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
     stack = [x for x in jaxpr.outvars if _compat.is_variable(x)]
     reduced = bool(stack)

@@ -1,4 +1,4 @@
-"""Leaves joined to groups of about equal size, and a tree in such parts."""
+"""Leaves in groups of about equal size, and trees split into such groups."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,15 +11,15 @@ def grouped(sizes: list[int], buckets: int, kinds: list[Any]) -> list[list[int]]
     """The numbers of the leaves in each bucket, the last leaves first.
 
     Args:
-      sizes: of the leaves, in any unit.
-      buckets: about how many to make.
-      kinds: leaves of different kinds are not joined.
+      sizes: the sizes of the leaves, in any unit.
+      buckets: the approximate number of buckets.
+      kinds: the kind of each leaf; leaves of different kinds are not joined.
     """
     wanted = sum(sizes) / buckets
     groups: list[list[int]] = []
     filled, kind = 0, None
     for i in reversed(range(len(sizes))):
-        # Whichever is nearer to the wanted size: with the leaf or without it.
+        # With or without the leaf, whichever is closer to the wanted size.
         if not groups or kinds[i] != kind or filled + sizes[i] / 2 > wanted:
             groups.append([])
             filled, kind = 0, kinds[i]
@@ -29,17 +29,17 @@ def grouped(sizes: list[int], buckets: int, kinds: list[Any]) -> list[list[int]]
 
 
 def split(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """The numbers of the leaves in each of so many groups, in order; none is empty.
+    """The numbers of the leaves in each of ``count`` groups, in order; none is empty.
 
     Args:
-      sizes: of the leaves, in any unit.
-      count: of the groups; as many as leaves at most.
+      sizes: the sizes of the leaves, in any unit.
+      count: the number of groups, at most the number of leaves.
     """
     groups: list[list[int]] = [[]]
     filled, total = 0, sum(sizes)
     for i, size in enumerate(sizes):
         rest = len(sizes) - i
-        # The next group begins with the leaf that reaches over its end by more than it is short of.
+        # A leaf whose middle lies beyond the end of the group begins the next one.
         full = (filled + size / 2) * count > total * len(groups)
         if groups[-1] and len(groups) < count and (full or rest <= count - len(groups)):
             groups.append([])
@@ -49,7 +49,7 @@ def split(sizes: Sequence[int], count: int) -> list[list[int]]:
 
 
 def parts(tree: Any, groups: Sequence[Sequence[int]]) -> list[Any]:
-    """For each group of leaves the tree, with ``MaskedNode`` in the place of the others."""
+    """The tree for each group of leaves, with ``MaskedNode`` instead of the other leaves."""
     leaves, treedef = jax.tree.flatten(tree)
     made = []
     for group in groups:

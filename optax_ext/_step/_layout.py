@@ -1,10 +1,10 @@
-"""Which leaves there are, and the part of them that each device exchanges.
+"""The leaves of a tree, and the part of them that each device exchanges.
 
-A worker may be several devices: its parameters are sharded over other axes of the mesh than
-that of the workers, by tensor parallelism or FSDP. Each device then selects from and exchanges a
-part of its own, with the devices in the same place of the other workers. Of a leaf that is
-sharded its part is its shard. A leaf that all devices of a worker hold is dealt out among them,
-and the results are gathered, so that it is the same on all of them to the bit.
+A worker may have several devices, if tensor parallelism or FSDP shards its parameters over other
+axes of the mesh. Each device then selects and exchanges its own part, with the devices at the same
+position in the other workers. Its part of a sharded leaf is its shard. A leaf that all devices of a
+worker replicate is divided among them, and the results are gathered, so that it is the same on all
+of them to the bit.
 """
 
 import dataclasses
@@ -20,20 +20,20 @@ from jax.sharding import PartitionSpec
 
 from sparse_collectives import AxisName, _compat, _validation, transport
 
-# For each dimension of a leaf the axes that split it, the major one first.
+# The axes that split each dimension of a leaf, the major one first.
 Dims = tuple[tuple[Hashable, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Sharding:
-    """How the leaves of a tree are sharded over the axes that are not those of the workers.
+    """How the leaves of a tree are sharded over the axes besides the axes of the workers.
 
-    Where a device holds all of them it has no axes.
+    There are no axes if a device holds whole leaves.
 
     Attributes:
-      axes: their names, in the order of the mesh.
-      sizes: devices along each of them.
-      dims: of each leaf.
+      axes: the names of the axes, in the order of the mesh.
+      sizes: the number of devices along each axis.
+      dims: the axes of each dimension, for each leaf.
     """
 
     axes: tuple[Hashable, ...]
@@ -42,30 +42,30 @@ class Sharding:
 
     @property
     def devices(self) -> int:
-        """m, devices of a worker."""
+        """m, the number of devices of a worker."""
         return math.prod(self.sizes)
 
     def size(self, axes: Sequence[Hashable]) -> int:
-        """Devices along all of ``axes``."""
+        """The number of devices along all of ``axes``."""
         return math.prod(self.sizes[self.axes.index(name)] for name in axes)
 
     def free(self, leaf: int) -> tuple[Hashable, ...]:
-        """The axes along which all devices hold the same of a leaf."""
+        """The axes along which all devices replicate a leaf."""
         used = {name for names in self.dims[leaf] for name in names}
         return tuple(name for name in self.axes if name not in used)
 
     def spec(self, leaf: int) -> PartitionSpec:
-        """Of a leaf, over these axes alone."""
+        """The PartitionSpec of a leaf over these axes only."""
         return PartitionSpec(*(names or None for names in self.dims[leaf]))
 
     def shard_shape(self, leaf: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """What one device holds of a leaf of this shape."""
+        """The shape of the shard that one device holds of a leaf of this shape."""
         return tuple(
             length // self.size(names) for length, names in zip(shape, self.dims[leaf], strict=True)
         )
 
     def part_shape(self, leaf: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """What one device exchanges of a leaf of this shape: rows of its shard, or a run."""
+        """The shape of the part that one device exchanges: rows of its shard, or a flat run."""
         shard, holders = self.shard_shape(leaf, shape), self.size(self.free(leaf))
         if holders == 1:
             return shard
@@ -75,27 +75,27 @@ class Sharding:
 
 
 def unsharded(shapes: Sequence[tuple[int, ...]]) -> Sharding:
-    """Of leaves that a device holds whole."""
+    """The sharding of leaves that a device holds whole."""
     return Sharding((), (), tuple(((),) * len(shape) for shape in shapes))
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class TreeLayout:
-    """Where each leaf of a pytree lies in the flat buffers.
+    """The position of each leaf of a pytree in the flat buffers.
 
-    A pytree without leaves: all of it is static.
+    A static pytree without leaves.
 
     Attributes:
       treedef: the tree.
       shapes: the shape of each leaf.
       dtypes: the dtype of each leaf.
-      dense: whether each leaf is exchanged densely, and not in the sparse buffer.
+      dense: whether each leaf is exchanged densely instead of in the sparse buffer.
       sharding: how other axes of the mesh shard the leaves.
-      device_axes: the axes over whose devices these leaves are dealt out, where they are the part
-        of one of them.
-      of_placeholder: whether it is that of what ``optax.tree.map_params`` calls ``init`` with, and
-        so equal to that of any parameters.
+      device_axes: if the leaves are the part of one device, the axes over whose devices the
+        parameters are divided; otherwise empty.
+      of_placeholder: whether it is the layout of the placeholder for which
+        ``optax.tree.map_params`` calls ``init``; it is equal to any layout.
     """
 
     treedef: Any
@@ -120,7 +120,7 @@ class TreeLayout:
 
     @functools.cached_property
     def _hash(self) -> int:
-        # Of a thousand leaves, and asked for at each call of a step.
+        # Cached: there may be a thousand leaves, and each call of a step asks for it.
         return hash(self._key)
 
     @property
@@ -132,34 +132,34 @@ class TreeLayout:
 
     @property
     def size(self) -> int:
-        """n, entries of the buffer that is sparsified."""
+        """n, the number of entries of the sparse buffer."""
         return sum(math.prod(shape) for shape in self.sparse_shapes)
 
     @property
     def dense_size(self) -> int:
-        """Entries of the leaves that are exchanged densely."""
+        """The number of entries of the dense leaves."""
         return sum(math.prod(shape) for shape in self.shapes) - self.size
 
     @property
     def sparse_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The shapes of the leaves in the buffer that is sparsified."""
+        """The shapes of the leaves in the sparse buffer."""
         return tuple(
             shape for shape, dense in zip(self.shapes, self.dense, strict=True) if not dense
         )
 
 
 def is_placeholder(tree: Any) -> bool:
-    """Whether it stands for any parameters, as what ``optax.tree.map_params`` gives to ``init``.
+    """Whether it is the placeholder that ``optax.tree.map_params`` passes to ``init``.
 
-    A node of a type of its own, without leaves.
+    The placeholder is a custom node without leaves.
     """
     return not isinstance(tree, dict | list | tuple | type(None)) and not jax.tree.leaves(tree)
 
 
 def layout_of(tree: Any, name: str, dense: tuple[bool, ...] | None = None) -> TreeLayout:
-    """The layout of ``tree``; ``dense`` says which leaves are, none by default.
+    """The layout of ``tree``; ``dense`` says which leaves are dense, none by default.
 
-    A ``dense`` of another number of leaves is that of another tree, and not used.
+    A ``dense`` for another number of leaves belongs to another tree and is ignored.
 
     Raises:
       TypeError: a leaf that is not float32, bfloat16 or float16, named by its
@@ -180,7 +180,7 @@ def layout_of(tree: Any, name: str, dense: tuple[bool, ...] | None = None) -> Tr
 
 
 def device_layout(layout: TreeLayout) -> TreeLayout:
-    """The layout of the part that one device exchanges of leaves of ``layout``."""
+    """The layout of the part of the leaves of ``layout`` that one device exchanges."""
     sharding = layout.sharding
     shapes = tuple(sharding.part_shape(i, shape) for i, shape in enumerate(layout.shapes))
     whole = unsharded(shapes)
@@ -188,7 +188,7 @@ def device_layout(layout: TreeLayout) -> TreeLayout:
 
 
 def take(tree: Any, layout: TreeLayout) -> Any:
-    """The part of this device, of a tree of what it holds. Moves nothing."""
+    """The part that this device exchanges of a tree of its shards, without communication."""
     sharding = layout.sharding
 
     def part(leaf: int, shard: jax.Array) -> jax.Array:
@@ -210,7 +210,7 @@ def take(tree: Any, layout: TreeLayout) -> Any:
 
 
 def gather(tree: Any, layout: TreeLayout) -> Any:
-    """The inverse of :func:`take`: what all devices of a worker hold is the same on them.
+    """The inverse of :func:`take`: replicated leaves are the same on all devices of a worker.
 
     Cost: one allgather for all leaves of a dtype that are replicated over the same axes.
     """
@@ -219,7 +219,7 @@ def gather(tree: Any, layout: TreeLayout) -> Any:
     shards: list[Any] = list(parts)
     together: dict[Any, list[int]] = {}
     for i, part in enumerate(parts):
-        # Also of one device: it types the result as the same on all.
+        # Also for a single device, since it types the result as the same on all devices.
         if sharding.free(i):
             together.setdefault((sharding.free(i), part.dtype), []).append(i)
     for (free, _), leaves in together.items():
@@ -236,12 +236,12 @@ def gather(tree: Any, layout: TreeLayout) -> Any:
 
 
 class Specs(NamedTuple):
-    """PartitionSpecs over the axes of a :class:`Sharding`, for what goes into a region.
+    """PartitionSpecs over the axes of a :class:`Sharding`, for arguments of a region.
 
     Attributes:
-      leaves: a tree, of the shards of the leaves.
-      split: of what each device has for itself, along its leading dimension.
-      whole: of what is the same on all devices of a worker.
+      leaves: a tree of specs for the shards of the leaves.
+      split: for arrays with a row for each device, along the leading dimension.
+      whole: for arrays that are the same on all devices of a worker.
     """
 
     leaves: Any
@@ -268,17 +268,17 @@ def on_each_device(
     in_specs: tuple[Any, ...],
     out_specs: Any,
 ) -> Callable[..., Any]:
-    """``function`` of the shards that a device holds, called with whole arrays or with shards.
+    """``function`` applied to the shards of each device, for arguments that are whole or shards.
 
-    Where a mapped function has bound the axes of the sharding already, arguments are shards and
-    ``function`` is called as it is. Where they are left to the compiler it is mapped over
-    them here.
+    If a mapped function has already bound the axes of the sharding, the arguments are shards and
+    ``function`` is returned unchanged. If the axes are left to the compiler, ``function`` is mapped
+    over them here.
     """
     if is_manual(sharding):
         return function
 
     def mapped(*args: Any) -> Any:
-        # From outside: jax 0.10 can't lower an axis_index in the inner of two regions.
+        # Passed in from outside: JAX 0.10 cannot lower axis_index in the inner of two regions.
         names = (*_compat.axis_names(axis), *sharding.axes)
         workers = {name: lax.axis_index(name) for name in _compat.axis_names(axis)}
         parts = {

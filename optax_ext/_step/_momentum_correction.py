@@ -1,4 +1,4 @@
-"""Momentum correction: momentum before the residual, not behind it."""
+"""Momentum correction: momentum before the residual instead of after the exchange."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,15 +10,16 @@ from sparse_collectives import Spec, _validation
 
 
 class MomentumCorrection(NamedTuple):
-    """What is accumulated in the residual in place of the gradient.
+    """A momentum whose velocity the residual accumulates instead of the gradient.
 
     Attributes:
       init: ``init(size) -> velocity f32[size]``.
-      update: ``update(velocity, gradient) -> (velocity, increment)``, of any one
+      update: ``update(velocity, gradient) -> (velocity, increment)``, all of the same
         shape; the increment is added to the residual.
       mask: ``mask(velocity f32[1, n], indices i32[c], delivered bool[c]) -> velocity``,
-        after what this worker selected at ``indices`` was delivered, or was not.
-      spec: what it was made as; checkpoints ask for it, and nothing else does.
+        called after the exchange with the indices that this worker selected, and whether
+        each of them was delivered.
+      spec: how it was made, as text; only checkpoints use it.
     """
 
     init: Callable[[int], jax.Array]
@@ -32,9 +33,8 @@ def momentum_correction(
 ) -> MomentumCorrection:
     r"""Momentum correction and momentum factor masking of DGC.
 
-    Momentum behind a sparse allreduce sees a gradient late and all at once, and its
-    discount starts then. Here each worker has a velocity of its own, and the residual
-    accumulates that:
+    Momentum after a sparse allreduce sees a gradient late and all at once, and begins to
+    discount it then. Here each worker has its own velocity, which the residual accumulates:
 
     .. math::
 
@@ -43,22 +43,22 @@ def momentum_correction(
             (\text{Nesterov: } residual_i + g_i + m u_i) \\
         u_i &= 0 \text{ where the entry of worker } i \text{ was sent and delivered}
 
-    At density 1 and without masking a step is that of ``optax.trace(m, nesterov)`` behind
-    a dense allreduce, because momentum is linear. Put it before an optimizer without
-    momentum of its own, such as ``optax.sgd(learning_rate)``.
+    At density 1 without masking a step is the same as with ``optax.trace(m, nesterov)`` after
+    a dense allreduce, because momentum is linear. Use it before an optimizer without
+    momentum, such as ``optax.sgd(learning_rate)``.
 
-    Masking stops the velocity of an entry when the entry has been sent, so that an old
-    direction is not applied for long. It also takes away the momentum of entries that
-    are sent at every step: at density 1 with masking what remains is SGD without
-    momentum. In the steps of a dense warm-up (``dense_steps``) nothing is masked, and
-    momentum is the usual one.
+    Masking sets the velocity of an entry to 0 once the entry has been sent, so that an old
+    direction is not applied for long. It also removes the momentum of entries that
+    are sent at every step: at density 1 with masking the result is SGD without
+    momentum. Steps of a dense warm-up (``dense_steps``) mask nothing and have the usual
+    momentum.
 
-    DGC masks what was sent. In its allgather that is what was delivered; other
-    allreduces leave some of it to the worker, whose velocity then goes on. An entry of
-    which a codec delivered a rounded value counts as delivered.
+    DGC masks the entries that were sent. With its allgather all of these are delivered. Other
+    allreduces return some entries to the worker, and the velocity of these continues. An entry
+    that a codec delivered with rounding counts as delivered.
 
     Cost: n float32 for each worker in the state, read and written at each step, in
-    place where the state is donated; the mask takes two random accesses for each
+    place if the state is donated; the mask takes two random accesses for each
     selected entry.
 
     Args:
@@ -70,7 +70,7 @@ def momentum_correction(
       A :class:`MomentumCorrection`, for ``sparse_allreduce(..., correction=)``.
 
     Raises:
-      ValueError: a momentum out of its range.
+      ValueError: the momentum is out of its range.
 
     Example:
       >>> import jax.numpy as jnp
@@ -88,8 +88,8 @@ def momentum_correction(
     momentum = _validation.check_number("momentum", momentum, 0.0, 1.0)
     if momentum == 1.0:
         raise ValueError(
-            "momentum must be less than 1, got 1.0: the velocity would grow for ever. Write for "
-            "example momentum=0.9."
+            "momentum must be less than 1, got 1.0: the velocity would grow without bound. Write "
+            "for example momentum=0.9."
         )
 
     def init(size: int) -> jax.Array:

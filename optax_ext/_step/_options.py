@@ -1,4 +1,4 @@
-"""The options of error feedback, which every transformation that has it takes as keywords."""
+"""The options of error feedback, which every transformation with it takes as keywords."""
 
 import difflib
 import functools
@@ -12,7 +12,7 @@ import optax
 from optax_ext._step._accumulation import Residual
 from optax_ext._step._momentum_correction import MomentumCorrection
 
-# The first so many, or a function of the steps taken, ``i32[]``, that says which.
+# The number of dense first steps, or a function of the number of steps taken, ``i32[]``.
 DenseSteps = int | Callable[[jax.Array], Any]
 
 _P = ParamSpec("_P")
@@ -22,16 +22,16 @@ _DEFAULTS = {"nonfinite": "skip"}
 
 
 class FeedbackOptions(TypedDict, total=False):
-    """What every transformation with error feedback takes; :func:`sparse_allreduce` has it all.
+    """Options of every transformation with error feedback; see :func:`sparse_allreduce`.
 
     Attributes:
-      nonfinite: what to do with what is not finite: ``"skip"`` (the default), ``"drop"``,
-        ``"raise"`` or ``"propagate"``.
+      nonfinite: the treatment of numbers that are not finite: ``"skip"`` (the default),
+        ``"drop"``, ``"raise"`` or ``"propagate"``.
       residual: from :func:`optax_ext.residual`: dtype, decay and step-ahead of the residual.
-      dense_steps: how many steps to begin with are dense, or a function of the steps taken that
-        says which. None: none.
-      dense_leaves: which leaves are averaged by one dense allreduce: a function of the parameters,
-        such as :func:`small_leaves`, or a pytree of labels. None: none.
+      dense_steps: the number of first steps that are dense, or a function of the number of steps
+        taken that returns whether a step is dense. None: no step.
+      dense_leaves: the leaves that one dense allreduce averages: a function of the parameters,
+        such as :func:`small_leaves`, or a pytree of labels. None: no leaf.
     """
 
     nonfinite: str
@@ -41,22 +41,24 @@ class FeedbackOptions(TypedDict, total=False):
 
 
 class LocalOptions(FeedbackOptions, total=False):
-    """And a transformation of each worker's own gradient, before it is accumulated.
+    """:class:`FeedbackOptions`, and a transformation of each worker's own gradient.
 
     Attributes:
-      local: an optax transformation, in float32, with a state for each worker.
+      local: an optax transformation before the accumulation, in float32, with a state for each
+        worker.
     """
 
     local: optax.GradientTransformation | None
 
 
 class SparseOptions(LocalOptions, total=False):
-    """And what goes with a sparse exchange alone.
+    """:class:`LocalOptions`, and options of sparse exchanges only.
 
     Attributes:
       correction: from :func:`momentum_correction`: momentum before the accumulation.
-      limit: a magnitude of an entry of an update, beyond which three quarters of the rest wait.
-      every: steps from one exchange to the next. None: 1.
+      limit: update clipping: if an entry of an update exceeds this magnitude, 75 % of the excess
+        stays in the residuals. None: no clipping.
+      every: the steps from one exchange to the next. None: 1.
     """
 
     correction: MomentumCorrection | None
@@ -65,10 +67,10 @@ class SparseOptions(LocalOptions, total=False):
 
 
 def takes(*options: Any) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """Names the options in the signature of a function that takes them as ``**options``.
+    """Adds the options to the signature of a function that takes them as ``**options``.
 
-    ``optax.inject_hyperparams`` and ``help`` see each of them, and one that is mistyped is an error
-    of the function that was called.
+    ``optax.inject_hyperparams`` and ``help`` then see each option, and a mistyped option raises an
+    error that names the called function.
 
     Args:
       *options: ``TypedDict`` types, and functions whose keywords are passed on.
@@ -80,7 +82,7 @@ def takes(*options: Any) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
         known = {p.name: p for p in own}
         for source in options:
             known = {p.name: p for p in _parameters(source)} | known
-        # Those of the function first, in its order.
+        # The function's own parameters come first, in its order.
         known = {p.name: p for p in own} | known
 
         @functools.wraps(function)
@@ -103,7 +105,7 @@ def takes(*options: Any) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
 
 
 def names(options: type[Any]) -> tuple[str, ...]:
-    """Of the options in a ``TypedDict``."""
+    """The names of the options in a ``TypedDict``."""
     return tuple(get_type_hints(options))
 
 

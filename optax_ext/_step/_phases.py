@@ -1,8 +1,8 @@
-"""The parts of a round that is traced in pieces: its exchange, its local steps, and its last step.
+"""The phases of a round that is traced in pieces: exchange, local steps, and last step.
 
-The exchange is that of what waited when the round began. It needs nothing of the local steps, and
-they need nothing of it, so that both may take place at the same time; the last step takes what has
-arrived as if it had been exchanged there and then.
+The exchange sends the residuals from the beginning of the round. It and the local steps do not
+depend on each other, so both may run at the same time. The last step then uses the results as if
+they had been exchanged in that step.
 """
 
 import contextlib
@@ -14,12 +14,12 @@ LOCAL, EXCHANGE, LAST = "local", "exchange", "last"
 
 
 class Phase(NamedTuple):
-    """What is traced now.
+    """The phase that is traced now.
 
     Attributes:
       kind: :data:`LOCAL`, :data:`EXCHANGE` or :data:`LAST`.
       arrived: an :class:`Arrived` for each sparse allreduce, in the order of the chain. An exchange
-        adds to it, and a last step takes from it.
+        appends to it, and a last step removes from it.
     """
 
     kind: str
@@ -27,15 +27,15 @@ class Phase(NamedTuple):
 
 
 class Arrived(NamedTuple):
-    """What an exchange has made of the residuals with which a round began.
+    """The result of an exchange of the residuals from the beginning of a round.
 
     Attributes:
       mean: ``f32[m]``, the same on every worker.
       changed: fields of the state, by name, after the exchange.
-      kept: what makes the residual of this worker.
-      before: ``f32[c]``, what this worker had in each slot of what it sent.
-      replaced: ``f32[K]``, what it had at the indices of the total, of an allreduce that is
-        complete; ``()`` of another.
+      kept: the :class:`._kept.Kept` of this worker.
+      before: ``f32[c]``, the value of this worker in each slot that it sent.
+      replaced: ``f32[K]``, its values at the indices of the total, if the allreduce has full sums
+        (``complete``); ``()`` otherwise.
     """
 
     mean: Any
@@ -49,13 +49,13 @@ _phase: contextvars.ContextVar[Phase | None] = contextvars.ContextVar("phase", d
 
 
 def current() -> Phase | None:
-    """The phase that is traced; None in a step that is one program."""
+    """The phase that is traced now; None in a step that is one program."""
     return _phase.get()
 
 
 @contextlib.contextmanager
 def of(kind: str, arrived: list[Arrived] | None = None) -> Generator[list[Arrived]]:
-    """Steps that are traced here are such a part of a round."""
+    """In this context steps are traced as a phase ``kind`` of a round."""
     arrived = [] if arrived is None else list(arrived)
     token = _phase.set(Phase(kind, arrived))
     try:

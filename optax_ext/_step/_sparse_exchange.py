@@ -1,4 +1,4 @@
-"""A selector and a sparse allreduce as an exchange of error feedback."""
+"""A selector and a sparse allreduce as the exchange of error feedback."""
 
 import dataclasses
 import math
@@ -25,13 +25,13 @@ from sparse_collectives import (
     transport,
 )
 
-# The mean of this worker's shard, the state, and what makes the residual.
+# The mean of this worker's shard, the state, and the parts of the residual.
 Exchanged = tuple[jax.Array, SparseAllreduceState, Kept]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SparseExchange:
-    """The :class:`Exchange` of :func:`sparse_allreduce`, which documents its parts."""
+    """The :class:`Exchange` of :func:`sparse_allreduce`, which documents the fields."""
 
     selector: Selector
     allreduce: SparseAllreduce
@@ -40,26 +40,26 @@ class SparseExchange:
 
     @property
     def keeps_others(self) -> bool:
-        """As the allreduce does."""
+        """As in the allreduce."""
         return self.allreduce.keeps_others
 
     @property
     def shard_axis(self) -> AxisName:
-        """As the allreduce does."""
+        """As in the allreduce."""
         return self.allreduce.shard_axis
 
     def dense(self, params: Any, labels: tuple[bool, ...] | None) -> tuple[bool, ...] | None:
-        """Those that the user has labelled."""
+        """The leaves that the user has labeled dense."""
         del params
         return labels
 
     def part_size(self, size: int) -> int:
-        """Entries of the buffer that one worker holds."""
+        """The number of entries of the buffer that one worker holds."""
         inside = transport.axis_size(self.allreduce.shard_axis)
         return math.ceil(size / inside)
 
     def scatter(self, gradient: jax.Array) -> jax.Array:
-        """The sum of a shard over the workers of a node, where there are shards."""
+        """This worker's shard, summed over the workers of its node, if there are shards."""
         return self.allreduce.scatter(gradient)
 
     def init(self, layout: _layout.TreeLayout, workers: int) -> tuple[Any, Any]:
@@ -69,7 +69,7 @@ class SparseExchange:
             return (), ()
         shared = self.allreduce.init(layout.size, workers)
         shown = self._shown_size(size, shared)
-        # A part cuts through layers: to the selector it is one.
+        # A part cuts through layers, so the selector sees it as one layer.
         selector = self.selector.init(
             Layout(layout.sparse_shapes) if shown == layout.size else shown
         )
@@ -91,24 +91,24 @@ class SparseExchange:
         return _applied.with_dense_leaves(reduced, step, None, self.options)
 
     def _exchange(self, step: Accumulated, phase: _phases.Phase | None) -> Exchanged:
-        """The exchange, where there is one at this step."""
+        """The exchange of this step, if it has one."""
         if phase is not None:
             return _late(step, phase.arrived.pop(0))
         if step.due is None:
             return self._at_exchange(step)
-        # The traffic meter reads from the scope how often there is one.
+        # The scope gives the traffic meter the number of steps from one exchange to the next.
         with jax.named_scope(f"round.every{self.options.every}"):
             return self._one_of(step, step.due, self._at_exchange, self._waiting)
 
     def _at_exchange(self, step: Accumulated) -> Exchanged:
-        """Selects from the accumulator, and exchanges; or densely, where a step is dense."""
+        """A sparse exchange of the accumulator, or a dense one if the step is dense."""
         if step.is_dense is None:
             return self._sparse(step)
         return self._one_of(step, step.is_dense, self._dense, self._sparse)
 
     def _one_of(self, step: Accumulated, condition: jax.Array, yes: Any, no: Any) -> Exchanged:
-        """One of two ways to exchange; all workers, and all groups of a mesh, take the same."""
-        # What passes through a branch is copied, so that all else goes round it.
+        """One of two exchanges, the same for all workers and for all groups of a mesh."""
+        # Results of a branch are copied, so the branches return only the fields that change.
         mean, changed, kept = lax.cond(
             condition,
             lambda: self._typed(step, *yes(step)),
@@ -119,7 +119,7 @@ class SparseExchange:
     def _typed(
         self, step: Accumulated, mean: jax.Array, state: SparseAllreduceState, kept: Kept
     ) -> Any:
-        """The mean, what an exchange changes in the state, and what is kept; typed alike in all."""
+        """The mean, the changed fields of the state and the kept parts, typed alike in branches."""
         mean = _compat.to_varying(mean, self.shard_axis)
         kept = _compat.to_varying(kept, self.options.axis)
         info = _sparse_state.per_worker(
@@ -130,13 +130,13 @@ class SparseExchange:
         return _compat.to_varying((mean, changed, kept), step.layout.device_axes)
 
     def _between(self, step: Accumulated) -> tuple[jax.Array, SparseAllreduceState]:
-        """A step of which it is known, when it is traced, that it has no exchange."""
+        """A step that is traced without an exchange."""
         mean = jnp.zeros((step.layout.size,), jnp.float32)
         state = _without_news(step.state)
         return mean, state._replace(residual=step.acc, velocity=step.pending.velocity)
 
     def _arriving(self, step: Accumulated) -> _phases.Arrived:
-        """The exchange of what waits, for a later step."""
+        """The exchange of the residuals, for a later step."""
         mean, changed, kept = self._typed(step, *self._at_exchange(step))
         kept, remainder = _kept.joined(kept), kept.undelivered.remainder
         return _phases.Arrived(
@@ -148,7 +148,7 @@ class SparseExchange:
         )
 
     def _sparse(self, step: Accumulated) -> Exchanged:
-        """Selects, and reduces."""
+        """Selects from the accumulator and reduces the selections."""
         allreduce, axis, options = self.allreduce, self.options.axis, self.options
         selector_state = _sparse_state.without_lead(step.state.selector)
         allreduce_state = _sparse_state.without_lead(step.state.allreduce)
@@ -157,8 +157,8 @@ class SparseExchange:
         coo, selector_state, selection = self.selector.select(shown, selector_state)
         coo = allreduce.to_global(coo, acc.shape[0], allreduce_state, axis=axis)
         if step.proceeds is not None:
-            # A skipped step goes through the motions with nothing to send: a rare
-            # cost, where a branch around the step would copy the residual at each.
+            # A skipped step runs the exchange with nothing to send. That cost is rare; a branch
+            # around the exchange would copy the residual at every step.
             coo = _only_if(step.proceeds, coo)
         held = {"acc": acc} if allreduce.complete else {}
         total, undelivered, allreduce_state, reduction = allreduce.reduce(
@@ -191,12 +191,12 @@ class SparseExchange:
         return mean, state, Kept(coo, undelivered, rounding)
 
     def _waiting(self, step: Accumulated) -> Exchanged:
-        """Nothing is exchanged."""
+        """A step without an exchange, as one branch of a compiled step."""
         mean = jnp.zeros(step.acc.shape[1:], jnp.float32)
         return mean, _without_news(step.state), self._nothing_sent(step)
 
     def _dense(self, step: Accumulated) -> Exchanged:
-        """The dense mean of the increments, with nothing selected."""
+        """The dense mean of the increments, without a selection."""
         increment = step.pending.increment[0]
         axis, shard_axis = self.options.axis, self.allreduce.shard_axis
         workers, inside = transport.axis_size(axis), transport.axis_size(shard_axis)
@@ -221,7 +221,7 @@ class SparseExchange:
         return mean, state, self._nothing_sent(step)
 
     def _nothing_sent(self, step: Accumulated) -> Kept:
-        """In the shapes that a sparse exchange has."""
+        """Empty kept parts in the shapes of a sparse exchange."""
         like = jax.eval_shape(lambda: self._sparse(step)[2])
         size, undelivered, rounding = step.acc.shape[1], like.undelivered, like.rounding
 
@@ -243,7 +243,7 @@ class SparseExchange:
         )
 
     def _over_shards(self, counts: jax.Array) -> tuple[jax.Array, float]:
-        """The sum over the shards of counts of one, and the words that it takes."""
+        """The sum of a shard's counts over the shards, and its words."""
         axis = self.allreduce.shard_axis
         if not axis:
             return counts, 0.0
@@ -253,7 +253,7 @@ class SparseExchange:
     def _keep(
         self, step: Accumulated, mean: jax.Array, state: SparseAllreduceState, kept: Kept
     ) -> tuple[jax.Array, SparseAllreduceState]:
-        """The mean of the whole buffer, and the state with what stays with this worker."""
+        """The mean of the whole buffer, and the state with the new residual."""
         kept = _kept.joined(kept)
         residual = kept.undelivered.residual(step.acc, kept.sent)
         arrived = _kept.delivered_of(kept, residual)
@@ -262,7 +262,7 @@ class SparseExchange:
             velocity = self.correction.mask(velocity, kept.sent.indices, arrived)
             whole = kept.undelivered.remainder
             if whole is not None:
-                # All that this worker had of an entry that others selected has gone, too.
+                # Full sums also took this worker's part of entries that others selected.
                 everywhere = jnp.ones(whole.indices.shape, jnp.bool_)
                 velocity = self.correction.mask(velocity, whole.indices, everywhere)
         return self.allreduce.gather(mean, step.layout.size), state._replace(
@@ -272,7 +272,7 @@ class SparseExchange:
         )
 
     def _shown_size(self, size: int, shared: Any) -> int:
-        """Entries that a worker selects from at one step, of the ``size`` that it holds."""
+        """How many of its ``size`` entries a worker selects from at one step."""
 
         def show(acc):
             return self.allreduce.local_view(acc, shared, axis=self.options.axis)
@@ -281,7 +281,7 @@ class SparseExchange:
 
 
 def _only_if(condition: jax.Array, entries: PaddedCOO) -> PaddedCOO:
-    """``entries``, or nothing."""
+    """``entries`` if ``condition``, otherwise empty slots."""
     return PaddedCOO(
         jnp.where(condition, entries.values, jnp.zeros_like(entries.values)),
         jnp.where(condition, entries.indices, entries.size),
@@ -290,7 +290,7 @@ def _only_if(condition: jax.Array, entries: PaddedCOO) -> PaddedCOO:
 
 
 def _without_news(state: SparseAllreduceState) -> SparseAllreduceState:
-    """The state behind a step without an exchange; thresholds are those of the last one."""
+    """The state after a step without an exchange; thresholds stay from the last exchange."""
     before = state.info
     info = _sparse_state.no_info()._replace(
         local_threshold=before.local_threshold[0], global_threshold=before.global_threshold
@@ -299,6 +299,6 @@ def _without_news(state: SparseAllreduceState) -> SparseAllreduceState:
 
 
 def _late(step: Accumulated, arrived: _phases.Arrived) -> Exchanged:
-    """What was exchanged of the residuals of some steps ago."""
+    """The results of an exchange that began some steps ago."""
     kept = _kept.later(arrived.kept, arrived.before, arrived.replaced, step.acc)
     return arrived.mean, step.state._replace(**arrived.changed), kept

@@ -1,4 +1,4 @@
-"""The state of error feedback: which parts belong to one worker, and what it was made for."""
+"""The state of error feedback: its fields, and the settings that it was made for."""
 
 import dataclasses
 from collections.abc import Hashable
@@ -12,23 +12,24 @@ from optax_ext._step import _layout
 
 
 class StepInfo(NamedTuple):
-    """What the last step did. Zeros before the first.
+    """Counts of the last step; zeros before the first step.
+
+    In a step without an exchange all fields are 0, except the thresholds, which keep their values.
 
     Attributes:
-      selected: ``i32[1]`` for each worker: entries it selected to be sent. In a step without an
-        exchange this and the others are 0, but for the threshold, which is that of the last one.
+      selected: ``i32[1]`` for each worker: entries that it selected to send.
       delivered: ``i32[]``: entries in the update that every worker applied.
-      overflow: ``i32[1]`` for each worker: entries that found no slot.
-      local_threshold: ``f32[1]`` for each worker: magnitude it selected by.
-      global_threshold: ``f32[]``: magnitude of the global selection.
-      words: ``f32[]``: 4-byte words each worker received in the allreduce, padding
+      overflow: ``i32[1]`` for each worker: capacity overflow, the entries that found no slot.
+      local_threshold: ``f32[1]`` for each worker: the magnitude threshold of its selection.
+      global_threshold: ``f32[]``: the magnitude threshold of the global selection.
+      words: ``f32[]``: 4-byte words that each worker received in the allreduce, padding
         included.
-      useful: ``f32[1]`` for each worker: words of its messages that are no padding. The
+      useful: ``f32[1]`` for each worker: words of its messages without padding. The
         mean over the workers, divided by ``words``, is the occupancy.
-      arrived: ``i32[1]`` for each worker: of the entries it selected, those that are in
-        the update. Of the others it keeps the whole value.
-      threshold_drift: ``f32[1]`` for each worker: its threshold relative to that of the
-        step before, minus 1. Of a threshold in a steady state it is about 0.
+      arrived: ``i32[1]`` for each worker: the entries of its selection that are in
+        the update. It keeps the whole value of the other entries.
+      threshold_drift: ``f32[1]`` for each worker: its threshold divided by the threshold of the
+        previous step, minus 1. It is about 0 in a steady state.
     """
 
     selected: jax.Array
@@ -51,25 +52,25 @@ PER_WORKER = ("selected", "overflow", "local_threshold", "useful", "arrived", "t
 class Settings:
     """The settings of a :func:`sparse_allreduce`, as part of its state's tree.
 
-    A pytree without leaves: all of it is static.
+    A static pytree without leaves.
 
     Attributes:
-      selector: the selector with its arguments, as ``topk(density=0.01)``; None of one
-        that declares no ``spec``, for this and all that follow.
+      selector: the selector with its arguments, such as ``topk(density=0.01)``. Here and in
+        the other texts None stands for a part that declares no ``spec``.
       allreduce: the allreduce with its arguments.
-      local: the states of the transformation in front of the accumulation, ``"none"``
+      local: the states of the transformation before the accumulation, ``"none"``
         without one. It decides the unit of the residual.
-      residual: dtype and decay of the residual.
+      residual: dtype, decay and step-ahead of the residual.
       correction: the momentum correction with its arguments, ``"none"`` without one.
       axis: the mesh axis of the workers; a ``Ranks`` for an MPI communicator.
-      shard_axis: the axes among them over which the buffer is dealt out before anything is
-        selected; none but with a hierarchical allreduce.
-      decay: that of the residual.
-      step_ahead: what of the residual is applied before a gradient is taken; see
+      shard_axis: the axes among them over which the buffer is divided before the
+        selection; empty except with a hierarchical allreduce.
+      decay: the decay of the residual.
+      step_ahead: the share of the residual that is applied before a gradient is taken; see
         :func:`optax_ext.residual`.
-      workers: P that the state was made for; 0 in a transformation, which is for any.
-      whole: whether it is a whole optimizer, whose updates are those of the parameters.
-      every: H, steps from one exchange to the next.
+      workers: P that the state was made for; 0 in a transformation, which is for any P.
+      whole: whether it is a whole optimizer, which returns updates of the parameters.
+      every: H, the steps from one exchange to the next.
     """
 
     selector: str | None
@@ -81,7 +82,7 @@ class Settings:
     shard_axis: tuple[Hashable, ...]
     decay: float
     step_ahead: float
-    # Rows of the arrays tell states of other numbers apart, and `optax.tree.map_params` has none.
+    # Not compared: rows of arrays distinguish numbers of workers, and map_params has no number.
     workers: int = dataclasses.field(default=0, compare=False)
     whole: bool = False
     every: int = 1
@@ -90,51 +91,50 @@ class Settings:
 class SparseAllreduceState(NamedTuple):
     """State of :func:`sparse_allreduce`, and of :func:`powersgd` and :func:`acp_sgd`.
 
-    Of parameters that other axes of the mesh shard, each of the m devices of a worker has a part
-    of its own: what is said to be "for each worker" below, but for ``info`` and a ``local``
-    transformation that looks at leaves, then has a row for each device, P m in all, and n is
-    the size of a part.
-
     Fields marked "for each worker" differ between the workers: every array in
     them has a leading axis, of size 1 inside the mapped function and of size P
-    outside, sharded over the axis. Those marked "for each shard" have such an axis over
-    the shards of the buffer, of which there is one but with
-    :func:`~sparse_collectives.allreduce.hierarchical`. The others are the same on every
+    outside, sharded over the axis. Fields marked "for each shard" have such an axis over
+    the shards of the buffer; there is one shard except with
+    :func:`~sparse_collectives.allreduce.hierarchical`. The other fields are the same on every
     worker. :func:`optax_ext.state_specs` gives the matching PartitionSpecs.
 
+    If other axes of the mesh shard the parameters, each of the m devices of a worker has its
+    own part. Fields "for each worker" then have a row for each device, P m in all, and n is the
+    size of a part. The exceptions are ``info``, and ``local`` for a transformation of leaves.
+
     Attributes:
-      count: ``i32[]``, steps taken, skipped ones left out.
+      count: ``i32[]``, steps taken, without skipped steps.
       skipped: ``i32[]``, steps skipped because of a non-finite gradient.
       dropped: ``i32[]``, entries that were left out because they, or their sum over the
-        workers, were not finite, and that no residual holds.
+        workers, were not finite. No residual keeps them.
       withheld: ``i32[]``, entries that stayed in the residuals, wholly or in part, because
         their sum was not finite or too large for the dtype of the leaf.
-      missed: ``i32[1]`` for each worker, with an exchange ``every`` so many steps: steps that it
-        left out by itself because of a gradient that was not finite, or with ``nonfinite="drop"``
-        entries; ``()`` with an exchange at every step.
-      owner: ``i32[1]`` for each worker: the index on the axis of the worker whose residual and
-        velocity these are. One that finds another's leaves them out, and has ``-1 - index``
-        from then on.
+      missed: ``i32[1]`` for each worker, with ``every`` above 1: steps that it left out alone
+        because its gradient was not finite, or entries with ``nonfinite="drop"``; ``()`` with an
+        exchange at every step.
+      owner: ``i32[1]`` for each worker: the index on the axis of the worker to which this residual
+        and velocity belong. A worker that finds another worker's leaves them out, and has
+        ``-1 - index`` from then on.
       limit: ``f32[]``, the largest limit that a step had, for :func:`optax_ext.flush`; ``()``
         without a ``limit``.
-      residual: ``f32[1, n]`` for each worker: what it has not delivered yet, or
-        ``bf16[1, n]`` with ``residual(jnp.bfloat16)``. Leaves that go dense have none. With
-        :func:`~sparse_collectives.allreduce.hierarchical` it is that of its shard,
+      residual: ``f32[1, n]`` for each worker, or ``bf16[1, n]`` with
+        ``residual(jnp.bfloat16)``: its unsent entries. Dense leaves have none. With
+        :func:`~sparse_collectives.allreduce.hierarchical` it is the residual of its shard,
         ``f32[1, ceil(n / w)]`` for w workers in a node.
-      velocity: as ``residual``, for each worker: the momentum of its gradients; ``()``
-        without a ``correction``.
-      dense_velocity: ``f32[1, m]``, for each worker: the same for the leaves that go
-        dense; ``()`` without these or a ``correction``.
-      local: the state of the transformation in front of the accumulation, for each worker;
+      velocity: for each worker, in the shape of ``residual``: the momentum of its gradients;
+        ``()`` without a ``correction``.
+      dense_velocity: ``f32[1, m]``, for each worker: the same for the dense leaves, with m
+        entries; ``()`` without dense leaves or without a ``correction``.
+      local: the state of the transformation before the accumulation, for each worker;
         ``()`` without one.
       selector: the selector's state, for each worker; ``()`` without one.
       allreduce: the allreduce's state, for each shard; the :class:`Factors` of a low-rank
         exchange.
       info: :class:`StepInfo` of the last step.
-      layout: the tree, shapes and dtypes that the state was made for; it is
-        static and has no arrays.
-      settings: selector, allreduce and axis that the state was made for, as text; it
-        is static too.
+      layout: the tree, shapes and dtypes that the state was made for; static, without
+        arrays.
+      settings: the selector, allreduce and axis that the state was made for, as text;
+        static.
     """
 
     count: jax.Array
@@ -156,12 +156,12 @@ class SparseAllreduceState(NamedTuple):
 
     @property
     def workers(self) -> int:
-        """P outside of the mapped function, and 1 inside."""
+        """P outside the mapped function, and 1 inside."""
         return max(1, self.residual.shape[0] // self.devices)
 
     @property
     def devices(self) -> int:
-        """m, devices of a worker that have parts of their own; 1 of parameters that are whole."""
+        """m, devices of a worker with parts of their own; 1 if the parameters are not sharded."""
         return self.layout.sharding.devices
 
 
@@ -177,7 +177,7 @@ def without_lead(tree: Any) -> Any:
 
 def no_info() -> StepInfo:
     """The info before the first step, without leading axes."""
-    # One array for each field: two that are donated can't be the same.
+    # One array for each field, since two donated arguments cannot be the same array.
     integers = ("selected", "delivered", "overflow", "arrived")
     return StepInfo(
         **{
@@ -193,14 +193,14 @@ def joined(common: StepInfo, local: StepInfo) -> StepInfo:
 
 
 def per_worker(info: StepInfo, function: Any) -> StepInfo:
-    """``function`` of the fields that differ between the workers."""
+    """``info`` with ``function`` applied to the fields that differ between the workers."""
     return info._replace(**{name: function(getattr(info, name)) for name in PER_WORKER})
 
 
 def strongly_typed(opt_state: Any) -> Any:
-    """The state without weak types, as ``optax.contrib.reduce_on_plateau`` makes one at first.
+    """The state without weak types, which ``optax.contrib.reduce_on_plateau`` has at init.
 
-    A weak type that a step makes a strong one would be another program for the second step.
+    A step returns strong types, so a weak type would make JAX compile the second step again.
     """
     return jax.tree.map(
         lambda x: lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x,

@@ -1,8 +1,8 @@
-"""Error feedback as a transformation: each device takes the step of its part of the parameters.
+"""Error feedback as a transformation: each device takes the step for its part of the parameters.
 
-The state has a row for each device of each worker: the devices of a worker are side by side, in the
-order of the mesh. Where parameters are whole a worker is one device, and its part is all of them.
-Inside the region each device sees its own row, and the layout of its part.
+The state has a row for each device of each worker, and the devices of a worker are adjacent, in the
+order of the mesh. If parameters are not sharded, a worker is one device, and its part is all of
+them. Inside the mapped region each device sees its own row, and the layout of its part.
 """
 
 import contextlib
@@ -31,15 +31,15 @@ from sparse_collectives import _compat, transport
 
 
 class Transformation:
-    """``init`` and ``update`` of error feedback, where the axis of the workers is bound.
+    """``init`` and ``update`` of error feedback, for calls with a bound axis of the workers.
 
     Args:
-      feedback: what a device does.
+      feedback: the state and the step of one device.
     """
 
     def __init__(self, feedback: ErrorFeedback):
         self._local = feedback.options.local
-        # One that looks at whole leaves comes before the devices take their parts.
+        # A transformation of whole leaves is applied before the devices take their parts.
         self._of_leaves = None if isinstance(self._local, _buffers.Elementwise) else self._local
         if self._of_leaves is not None:
             without = feedback.options._replace(local=None)
@@ -47,18 +47,18 @@ class Transformation:
         self._feedback = feedback
 
     def init(self, params: Any) -> SparseAllreduceState:
-        """The state of a worker before the first step; of one device where these are manual."""
+        """The state of a worker before the first step, or of a device if its axes are manual."""
         feedback, axis = self._feedback, self._feedback.options.axis
         workers = _checks.workers(axis)
         given, placeholder = params, _layout.is_placeholder(params)
-        if placeholder:  # The state of any parameters, in which no flat buffer is like them.
+        if placeholder:  # Any parameters will do: no flat buffer is shaped like a parameter.
             params = jnp.zeros((128,), jnp.float32)
         labels = _dense_leaves.resolve(feedback.options.dense_leaves, params)
         layout = dataclasses.replace(
             _layout.layout_of(params, "params"), sharding=_given.sharding_of(params, axis)
         )
         part = _layout.device_layout(layout)
-        # Of the parts: a run of a matrix is no matrix.
+        # Shapes of the parts, since a flat run of a matrix is not a matrix.
         shapes = zip(part.shapes, part.dtypes, strict=True)
         parts = jax.tree.unflatten(part.treedef, [jax.ShapeDtypeStruct(*x) for x in shapes])
         dense = feedback.exchange.dense(parts, labels) or layout.dense
@@ -72,7 +72,7 @@ class Transformation:
             out_specs=_specs(layout),
         )()
         if self._of_leaves is not None:
-            # It sees whole leaves, and the compiler splits what it keeps as it splits them.
+            # It sees whole leaves, and the compiler shards its state as it shards them.
             kept = _sparse_state.with_lead(_buffers.init_of_leaves(self._of_leaves, given))
             state = state._replace(local=_compat.to_varying(kept, axis))
         described = _buffers.describe(self._local, state.local)
@@ -80,15 +80,15 @@ class Transformation:
         return state._replace(layout=layout, settings=settings)
 
     def update(self, updates: Any, state: SparseAllreduceState, params: Any = None, **extra: Any):
-        """One step; ``(updates, state)``. What is ``extra`` is for the local transformation."""
+        """One step; ``(updates, state)``. ``extra`` goes to the local transformation."""
         phase = _phases.current()
         if phase is not None and phase.kind == _phases.EXCHANGE:
-            # There are no gradients.
+            # This phase has no gradients.
             self._feedback.exchange_alone(state, _layout.device_layout(state.layout))
             return updates, state
         if not is_on():
             self._check_state(updates, state, params)
-        # In the tree of the gradients: flax boxes parameters and not gradients.
+        # The tree is the tree of the gradients: flax boxes parameters, but not gradients.
         layout = dataclasses.replace(state.layout, treedef=jax.tree.structure(updates))
         self._check_updates(updates, state.layout)
         if not layout.shapes:
@@ -116,14 +116,14 @@ class Transformation:
         options = self._feedback.options
         if options.every == 1:
             return new.skipped == old.skipped
-        # With another policy than these it is, if not all of its entries.
+        # With the other policies it always is, if without some of its entries.
         leaves_out = options.nonfinite in ("skip", "raise")
         return (new.missed == old.missed)[0] if leaves_out else jnp.ones((), jnp.bool_)
 
     def _on_device(
         self, layout: _layout.TreeLayout, updates: Any, state: Any, left_out: jax.Array
     ) -> Any:
-        """The step of a device, of the shards that it holds."""
+        """The step of a device, for the shards that it holds."""
         feedback, part = self._feedback, _layout.device_layout(layout)
         state = state._replace(layout=part, settings=feedback.settings)
         mine = _layout.take(updates, layout)
@@ -132,7 +132,7 @@ class Transformation:
             mine = _buffers.unravel(loaded.sparse, loaded.dense, part, saturate=False)
             new = state._replace(count=state.count + 1, local=loaded.local)
         else:
-            # All devices of a worker have counted the same.
+            # All devices of a worker have the same count, so only the first one adds it.
             first = transport.axis_index(part.device_axes) == 0
             mine, new = feedback.step(mine, state, part, jnp.where(first, left_out, 0))
         return _layout.gather(mine, layout), _stripped(new)
@@ -140,7 +140,7 @@ class Transformation:
     def _transformed(
         self, updates: Any, state: SparseAllreduceState, params: Any, extra: Mapping[str, Any]
     ) -> tuple[Any, Any, jax.Array]:
-        """As :func:`._buffers.transformed`, where there is such a transformation."""
+        """As :func:`._buffers.transformed`, if there is a transformation of leaves."""
         if self._of_leaves is None:
             return updates, state.local, jnp.zeros((), jnp.int32)
         options = self._feedback.options
@@ -157,12 +157,12 @@ class Transformation:
     def _check_state(self, updates: Any, state: SparseAllreduceState, params: Any) -> None:
         feedback = self._feedback
         _checks.check_settings(state.settings, feedback.settings)
-        if state.workers == 1:  # As a worker should see it.
+        if state.workers == 1:  # Another number of rows is reported by check_residual.
             _checks.check_workers(state.settings, _checks.workers(feedback.options.axis))
         _gradient_checks.warn_without_ahead(updates, state, params)
 
     def _check_updates(self, updates: Any, layout: _layout.TreeLayout) -> None:
-        """Shards where the axes are manual, and else whole leaves."""
+        """Checks the updates: shards if the axes are manual, and whole leaves otherwise."""
         sharding, shapes, axis = layout.sharding, layout.shapes, self._feedback.options.axis
         manual = _layout.is_manual(sharding)
         if manual:
@@ -181,7 +181,7 @@ class Transformation:
 
 
 def _stripped(state: SparseAllreduceState) -> Any:
-    """The arrays: layout and settings are of a part inside, and of the whole outside."""
+    """The arrays only: layout and settings differ between the inside and outside of the region."""
     return state._replace(layout=None, settings=None)  # pyright: ignore[reportArgumentType]
 
 
@@ -199,7 +199,7 @@ _on: contextvars.ContextVar[bool] = contextvars.ContextVar("probe", default=Fals
 
 @contextlib.contextmanager
 def without_exchange() -> Generator[None]:
-    """Error feedback that is traced here delivers all of what it is given."""
+    """In this context error feedback is traced such that it delivers all of its input."""
     token = _on.set(True)
     try:
         yield
@@ -208,5 +208,5 @@ def without_exchange() -> Generator[None]:
 
 
 def is_on() -> bool:
-    """Whether a step that is traced now delivers all, without an exchange."""
+    """Whether a step that is traced now delivers all of its input without an exchange."""
     return _on.get()

@@ -1,1 +1,1 @@
-"""Transformations around a sparse allreduce, beside it and behind it."""
+"""Sparse allreduces as optax transformations, and transformations to combine with them."""

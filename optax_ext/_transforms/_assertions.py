@@ -1,4 +1,4 @@
-"""Assertions in a chain, where no type tells: gradients are local, and alike on a worker."""
+"""Assertions in a chain, for what types do not catch: local and replicated gradients."""
 
 import functools
 import itertools
@@ -15,39 +15,38 @@ from sparse_collectives import AxisName, _hash, extend, transport
 
 
 def fingerprint(number: int, leaf: jax.Array) -> jax.Array:
-    """A hash of the entries of a leaf and of their places, ``u32[]``; 0 where all are zero."""
+    """A hash of the entries of a leaf and of their positions, ``u32[]``; 0 if all are zero."""
     flat = leaf.reshape(-1)
     bits = extend.magnitude_bits(flat).astype(jnp.uint32)
     signed = jnp.where(flat < 0, bits | jnp.uint32(1 << 31), bits)
     place = lax.iota(jnp.uint32, flat.shape[0]) ^ _hash.combine(number)
-    # The same entries at other places are other gradients.
+    # The same entries at other positions are another gradient.
     hashed = _hash.mix(signed + _hash.mix(place))
-    # NaN on all workers is what a run that diverges has.
+    # A run that diverges has NaN on all workers, which proves nothing.
     counts = (bits != 0) & jnp.isfinite(flat)
     return jnp.sum(jnp.where(counts, hashed, jnp.uint32(0)), dtype=jnp.uint32)
 
 
 def assert_local_gradients(*, axis: AxisName) -> optax.GradientTransformationExtraArgs:
-    """Raises an error when all workers have the same gradients, bit for bit.
+    """Raises an error if all workers have the same gradients, bit for bit.
 
-    A loop that averages gradients itself, by ``pmean`` or by differentiating with respect to
-    replicated parameters, and then gives them to a sparse allreduce, pays for the dense
-    exchange, and trains as if nothing were wrong. Under ``shard_map(check_vma=True)`` types
-    tell, and the library raises an error by itself; under ``check_vma=False``, ``pmap`` and
-    :func:`sparse_collectives.simulate` nothing does. Put this first in the chain while a loop
-    is new, and take it out when it has run a few steps.
+    A loop that averages gradients before a sparse allreduce, by ``pmean`` or by differentiating
+    with respect to replicated parameters, pays for the dense exchange and seems to train
+    normally. Under ``shard_map(check_vma=True)`` the library catches this by types, without
+    this assertion; under ``check_vma=False``, ``pmap`` and :func:`sparse_collectives.simulate`
+    types do not catch it. Put the assertion first in the chain of a new loop, and remove it
+    after a few steps.
 
-    Gradients that are zero, or not finite, everywhere are no evidence, and neither is one
-    worker.
+    Gradients that are zero or not finite everywhere raise no error, nor does a single worker.
 
     Args:
-      axis: the mesh axis (or a tuple of them) of the workers.
+      axis: the mesh axis (or a tuple of axes) of the workers.
 
     Returns:
       A stateless ``optax.GradientTransformation`` that passes gradients on unchanged. The
-      error is a ValueError from a host callback; JAX reports it as a runtime error when a
-      result, or ``jax.effects_barrier()``, is waited for. Cost: one read of the gradients,
-      a psum of two words, a callback.
+      error is a ValueError from a host callback; JAX reports it as a runtime error when the
+      program waits for a result or calls ``jax.effects_barrier()``. Cost: one read of the
+      gradients, a psum of two words, a callback.
 
     Example:
       >>> import optax, optax_ext
@@ -86,32 +85,34 @@ def _raise_averaged(equal: Any) -> None:
     if equal:
         raise ValueError(
             "all workers have the same gradients, so they were averaged before the sparse "
-            "allreduce, and the dense exchange that it replaces has taken place. Give it each "
-            "worker's own: take pmean or psum of the gradients out of the step, and under "
-            "shard_map differentiate with respect to jax.lax.pcast(params, axis, to='varying')."
+            "allreduce, and the dense exchange that it replaces has taken place. Give it the "
+            "gradients of each worker: take pmean or psum of the gradients out of the step, and "
+            "under shard_map differentiate with respect to "
+            "jax.lax.pcast(params, axis, to='varying')."
         )
 
 
 def assert_replicated_gradients(
     tx: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    """Raises an error when the devices of a worker have other gradients of the same parameter.
+    """Raises an error if the devices of a worker have different gradients of the same parameter.
 
-    Of a parameter that is not sharded over an axis all devices along it hold the same. In a
-    function that is mapped over that axis by hand each of them may have the gradient of its own
-    part of the loss, and has to add up all of them. Under ``shard_map(check_vma=True)`` types
-    tell, and the library raises an error by itself; under ``check_vma=False`` nothing does: the
-    entries that a device exchanges would be taken from its own gradient alone. Put this around
-    the chain while a loop is new. (:func:`make_train_step` leaves these axes to the compiler,
-    which adds up what belongs together.)
+    All devices along an axis hold the same values of a parameter that is not sharded over it. In
+    a function that is mapped over that axis by hand, each device may have the gradient of its own
+    part of the loss, and the function has to sum these gradients. Under
+    ``shard_map(check_vma=True)`` the library catches a missing sum by types, without this
+    assertion. Under ``check_vma=False`` nothing catches it, and a device exchanges entries of its
+    own gradient only. Put the assertion around the chain of a new loop. (:func:`make_train_step`
+    leaves these axes to the compiler, which adds the sums.)
 
     Args:
       tx: the whole chain, with a :func:`sparse_allreduce` in it.
 
     Returns:
       ``tx``, with the check at each update. The error is a ValueError from a host callback; JAX
-      reports it as a runtime error when a result, or ``jax.effects_barrier()``, is waited for.
-      Cost: one read of the gradients, and a psum of two words for each parameter.
+      reports it as a runtime error when the program waits for a result or calls
+      ``jax.effects_barrier()``. Cost: one read of the gradients, and a psum of two words for
+      each parameter.
 
     Example:
       >>> import optax, optax_ext

@@ -1,4 +1,4 @@
-"""Steps in which nothing is exchanged: a branch that is the same on every worker."""
+"""Steps without an exchange, as a branch that is the same on every worker."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,14 +13,14 @@ from sparse_collectives import _compat
 def only_if(
     now: jax.Array, exchange: Callable[[], tuple[Any, Any]], state: Any, *, scope: str
 ) -> tuple[Any, Any]:
-    """The updates and the state of ``exchange()``; zeros and ``state`` where it is not ``now``.
+    """The updates and the state of ``exchange()`` if ``now``, otherwise zeros and ``state``.
 
     Args:
-      now: ``bool[]``, the same on all devices, also on those along other axes of a mesh.
+      now: ``bool[]``, the same on all devices of the mesh, along other axes also.
       exchange: returns updates and a state like ``state``.
-      state: behind a step without it.
-      scope: a name around the branch. The traffic meter reads from one that ends in ``.everyN`` how
-        often the exchange takes place.
+      state: the state after a step without an exchange.
+      scope: the name scope of the branch. A suffix ``.everyN`` gives the traffic meter the number
+        of steps from one exchange to the next.
     """
     shapes, state_shapes = jax.eval_shape(exchange)
 
@@ -28,7 +28,7 @@ def only_if(
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), state
 
     def typed(result: tuple[Any, Any]) -> tuple[Any, Any]:
-        # Branches must agree in what they type as varying.
+        # Both branches must have the same types, varying axes included.
         updates, new = result
         return (
             jax.tree.map(_compat.varying_like, updates, shapes),

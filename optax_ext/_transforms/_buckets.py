@@ -1,4 +1,4 @@
-"""Several buffers instead of one, so that their exchange overlaps the backward pass."""
+"""Several buffers instead of one, so that their exchanges overlap the backward pass."""
 
 from typing import Any, NamedTuple, cast
 
@@ -15,7 +15,7 @@ class BucketedState(NamedTuple):
     """State of :func:`bucketed`.
 
     Attributes:
-      buckets: the state of each bucket, that of the last leaves first.
+      buckets: the state of each bucket, beginning with the bucket of the last leaves.
     """
 
     buckets: tuple[Any, ...]
@@ -24,26 +24,25 @@ class BucketedState(NamedTuple):
 def bucketed(
     tx: optax.GradientTransformation, buckets: int
 ) -> optax.GradientTransformationExtraArgs:
-    """Gives ``tx`` the gradients in several buckets, the last layers first.
+    """Applies ``tx`` to the gradients in several buckets, the last layers first.
 
-    A buffer of all gradients is complete when the backward pass is. A bucket of the last
+    One buffer of all gradients is complete only after the backward pass. A bucket of the last
     layers is complete long before, and XLA can exchange it while the rest is computed
-    (on GPU with its latency-hiding scheduler). The buckets follow one another: each begins
-    when the one before has ended, which is how they would share a network anyway, and
-    which keeps XLA from joining their small messages into ones that wait for all of
-    them.
+    (on GPU with its latency-hiding scheduler). The buckets are exchanged in sequence: each
+    begins when the previous one has ended. They would share the network anyway, and the order
+    keeps XLA from joining their small messages into one that waits for all of them.
 
-    Each bucket has a state of its own: thresholds, regions, counts. So density holds for
-    each, and with ``nonfinite='skip'`` each is skipped on its own. More buckets mean more
-    messages: keep them so large that they take longer than their latencies, some
-    millions of entries on most networks.
+    Each bucket has its own state: thresholds, regions, counts. The density therefore applies
+    to each bucket, and with ``nonfinite='skip'`` each bucket is skipped separately. More buckets
+    mean more messages. Make buckets large enough that bandwidth rather than latency dominates,
+    which on most networks takes some millions of entries.
 
     Args:
       tx: :func:`sparse_allreduce`, one of its aliases, or :func:`dense`; it is used for
-        each bucket. Transformations that look at all parameters, such as
-        ``optax.clip_by_global_norm``, belong behind, not inside.
-      buckets: about how many buckets of equal size, made of whole leaves. A leaf larger
-        than its share is a bucket.
+        each bucket. Transformations of all parameters together, such as
+        ``optax.clip_by_global_norm``, belong after ``bucketed``, not inside it.
+      buckets: the approximate number of buckets, of about equal size and made of whole leaves.
+        A leaf larger than its share is a bucket.
 
     Returns:
       An ``optax.GradientTransformationExtraArgs``. :func:`get_info` adds up the counts of its
@@ -85,11 +84,10 @@ def bucketed(
 
 
 def _after(done: Any, tree: Any) -> Any:
-    """``tree``, unchanged, but not to be had before ``done``.
+    """``tree``, unchanged, but dependent on ``done``.
 
-    XLA drops ``lax.optimization_barrier`` before it joins collectives, so this is a zero
-    that takes the value of ``done`` to compute; it is added where the leaves are copied
-    anyway.
+    XLA drops ``lax.optimization_barrier`` before it joins collectives. Instead a zero computed
+    from ``done`` is added, in a pass that copies the leaves anyway.
     """
     first = jax.tree.leaves(done)[0].ravel()[0].astype(jnp.float32)
     zero = ((lax.bitcast_convert_type(first, jnp.int32) & 1) >> 1).astype(jnp.float32)

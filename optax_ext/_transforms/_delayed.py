@@ -1,4 +1,4 @@
-"""The exchange of one step beside the computation of the next one."""
+"""The exchange of one step during the computation of the next one."""
 
 from typing import Any, NamedTuple, cast
 
@@ -16,7 +16,7 @@ class DelayedState(NamedTuple):
     Attributes:
       gradient_step: ``i32[]``, exchanges made.
       inner_opt_state: the state of the wrapped transformation.
-      acc_grads: the gradient of each worker that waits, as in :class:`MultiStepsState`.
+      acc_grads: the gradient of each worker to exchange next, as in :class:`MultiStepsState`.
     """
 
     gradient_step: jax.Array
@@ -25,26 +25,26 @@ class DelayedState(NamedTuple):
 
 
 def delayed(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    r"""Exchanges at each step the gradient of the step before.
+    r"""Exchanges at each step the gradient of the previous step.
 
-    The exchange then depends on nothing that the step computes: a compiler with asynchronous
-    collectives (XLA's for GPUs, with its latency-hiding scheduler) puts it beside forward and
-    backward pass, and a step takes the longer of the two instead of both. Updates are late by a
-    step, as with a pipeline of depth one: docs/training.md says what that costs in loss.
+    The exchange then does not depend on the computation of the step. A compiler with asynchronous
+    collectives (XLA for GPUs, with its latency-hiding scheduler) overlaps it with the forward and
+    backward pass, so a step takes the longer of the two times instead of their sum. Updates are
+    late by one step, as in a pipeline of depth one; docs/training.md gives the cost in loss.
 
-    The first step exchanges a gradient of zeros. At the end the last gradient waits in the
-    state: one more ``update`` with zeros delivers it.
+    The first step exchanges a gradient of zeros. At the end the last gradient is still in the
+    state, and one more ``update`` with zeros delivers it.
 
     Args:
       tx: the whole chain, with :func:`sparse_allreduce` or :func:`dense` in it.
 
     Returns:
-      A transformation. Extra arguments go to ``tx``, with the parameters of the step in which
-      it is called. Cost: n entries for each worker in float32.
+      An ``optax.GradientTransformationExtraArgs``. Parameters and extra arguments go to ``tx``
+      as they are at the current step. Memory: n float32 for each worker.
 
     Raises:
-      ValueError: at ``init``, no reduction in ``tx``.
-      TypeError: at ``update``, a state that was made without the delay.
+      ValueError: at ``init``, ``tx`` has no reduction.
+      TypeError: at ``update``, the state was made without the delay.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_ext, sparse_collectives as sc

@@ -18,25 +18,25 @@ def local_clip_by_global_norm(
 
     .. math:: g_i = g_i \min(1, \frac{max\_norm}{\sqrt P \, \lVert g_i \rVert_2})
 
-    Behind a sparse allreduce it is too late to clip: the update has the residuals of
-    many steps in it. The sum of P gradients with independent entries has ``sqrt(P)``
-    times the norm of one, hence the bound. "Global" is over all leaves, not over all
+    Clipping after a sparse allreduce is too late, since the update contains the residuals of
+    many steps. The sum of P gradients with independent entries has ``sqrt(P)``
+    times the norm of one, which gives the bound. "Global" means over all leaves, not over all
     workers: nothing is exchanged. Cost: three passes over n entries.
 
-    Entries that are not finite are left out of the norm and passed on as they are, for
-    the ``nonfinite`` policy of :func:`sparse_allreduce` to see.
+    Entries that are not finite are left out of the norm and passed on unchanged to
+    the ``nonfinite`` policy of :func:`sparse_allreduce`.
 
     Args:
       max_norm: the bound for the sum over the workers, positive and finite.
-      axis: the mesh axis (or a tuple of them) of the workers.
+      axis: the mesh axis (or a tuple of axes) of the workers.
 
     Returns:
       A stateless ``optax.GradientTransformation`` to chain before
       :func:`sparse_allreduce`. Its updates have the dtypes of the gradients.
 
     Raises:
-      ValueError: ``max_norm`` is not positive and finite; an axis that is not bound;
-        gradients already summed over it.
+      ValueError: ``max_norm`` is not positive and finite; the axis is not bound;
+        the gradients are already summed over it.
 
     Example:
       >>> import jax.numpy as jnp, sparse_collectives as sc
@@ -68,7 +68,7 @@ def local_clip_by_global_norm(
         if not leaves:
             return updates, state
         finite = [jnp.where(jnp.isfinite(x), x, 0).astype(jnp.float32) for x in leaves]
-        # In units of the largest entry, or the squares may overflow or vanish.
+        # In units of the largest entry: otherwise the squares may overflow or underflow.
         largest = jnp.max(jnp.stack([jnp.max(jnp.abs(x)) for x in finite]))
         unit = jnp.where(largest > 0, largest, 1.0)
         norm = jnp.sqrt(sum(jnp.sum((x / unit) ** 2) for x in finite))

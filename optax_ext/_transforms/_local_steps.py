@@ -1,4 +1,4 @@
-"""Rounds of local steps: an optimizer for each worker, and another for what they exchange."""
+"""Rounds of local steps: an inner optimizer for each worker, an outer one for the exchange."""
 
 import warnings
 from typing import Any, NamedTuple, cast
@@ -18,14 +18,14 @@ class LocalStepsState(NamedTuple):
 
     Attributes:
       count: ``i32[]``, local steps.
-      missed: ``i32[1]`` for each worker: steps that it left out, as they were not finite.
+      missed: ``i32[1]`` for each worker: steps that it left out because they were not finite.
       inner: the state of the inner optimizer, for each worker: every array has a leading axis, of
         size 1 inside the mapped function and of size P outside.
-      moved: how far each worker has gone from the common parameters: in the tree of these, float32,
-        with such a leading axis.
+      moved: the difference between each worker's parameters and the common ones: in the tree of
+        the parameters, float32, with such a leading axis.
       outer: the states of the outer optimizer, one for each fragment.
-      late: with a delay the outer updates that wait, in the tree of the parameters and in float32;
-        ``()`` without.
+      late: with a delay, the outer updates that are not applied yet, in the tree of the parameters
+        and in float32; ``()`` without a delay.
     """
 
     count: jax.Array
@@ -45,52 +45,55 @@ def local_steps(
     delay: int = 0,
     mixing: float = 0.0,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""H steps of each worker by itself, then one of all of them: DiLoCo and its kin.
+    r"""H local steps of each worker, then one outer step of all: DiLoCo and its variants.
 
-    Worker i takes steps of ``inner`` from the common parameters w. Every ``every`` steps what it
-    has moved is a gradient, with the sign turned round, for ``outer``, which exchanges it:
+    Worker i takes steps of ``inner`` from the common parameters w. After every H steps, its
+    total movement with the sign reversed is the gradient that ``outer`` exchanges:
 
     .. math::
 
         d_i &= d_i + inner(g_i), \quad g_i \text{ the gradient at } w + d_i \\
         w &= w + outer(-d_1, \dots, -d_P), \quad d_i = 0 \quad \text{every } H \text{ steps}
 
-    With ``optax.chain(dense(axis=...), optax.sgd(1.0))`` outside it is the mean of the workers,
-    with a momentum it is DiLoCo, and with a :func:`sparse_allreduce` in the place of :func:`dense`
-    SparseLoCo: see :mod:`optax_ext.published`. With ``sparse_sgd(1.0, axis=...)`` outside, what
-    an exchange does not deliver waits in a residual, of which a share is applied at home.
-    (:func:`sparse_adamw` with ``every=`` has one residual for both, all of it applied.)
+    With ``outer=optax.chain(dense(axis=...), optax.sgd(1.0))`` the result is the mean of the
+    workers' parameters. With momentum it is DiLoCo, and with a :func:`sparse_allreduce` instead of
+    :func:`dense` it is SparseLoCo; see :mod:`optax_ext.published`. With
+    ``outer=sparse_sgd(1.0, axis=...)`` undelivered entries stay in a residual, and each worker
+    applies a share of its own to its parameters. (:func:`sparse_adamw` with ``every=`` has a
+    single residual for both purposes and applies all of it.)
 
-    The steps in between exchange nothing. The parameters that a loop holds are the common ones,
-    the same on every worker; a gradient is taken at :func:`ahead`, as :func:`make_train_step` does.
-    A step that is not finite is left out by the worker that made it. Train for whole rounds: what
-    was moved since the last exchange is in no parameters, and :func:`flush` refuses to lose it.
+    Steps within a round exchange nothing. The parameters that a loop holds are the common ones,
+    the same on every worker; take gradients at :func:`ahead`, as :func:`make_train_step` does.
+    A worker leaves out its own step if it is not finite. Train for whole rounds: the movement
+    since the last exchange is in no parameters, and :func:`flush` raises an error rather than
+    lose it.
 
-    With F fragments these are exchanged in turn, one every H / F steps, so that no burst is larger
-    than a fragment. With a delay of tau steps the outer update arrives so many steps after its
-    gradient was taken: what a worker has moved in these steps is lost, but for a share of
-    ``mixing``, as it is published (with ``mixing=0`` all of it). All of this is one program for
-    each step: that a device computes while the exchange is on its way is not promised by a delay.
+    F fragments are exchanged in turn, one every H / F steps, so that no burst is larger than a
+    fragment. With a delay of tau steps, an outer update is applied tau steps after its gradient
+    was taken. A worker's movement during these steps is lost except for a share of ``mixing``, as
+    in the published algorithm; with ``mixing=0`` all of it is lost. Each step is one program, and
+    a delay does not guarantee that a device computes during the exchange.
 
     Args:
-      inner: an optimizer of each worker, learning rate included; any of optax.
-      outer: the chain for what is exchanged, with :func:`dense` or :func:`sparse_allreduce` in it.
-        Of a momentum mu and a rate eta the effective rate is eta / (1 - mu): 7 for 0.7 and 0.9.
-      every: H, steps in a round.
-      fragments: F, groups of leaves of about equal size, in the order of the tree.
+      inner: the optimizer of each worker, learning rate included; any optimizer of optax.
+      outer: the chain for the exchange, with :func:`dense` or :func:`sparse_allreduce` in it.
+        With momentum mu and learning rate eta, the effective learning rate is eta / (1 - mu), for
+        example 7 for mu = 0.9 and eta = 0.7.
+      every: H, the number of steps in a round.
+      fragments: F, the number of groups of leaves of about equal size, in the order of the tree.
       delay: tau, less than H / F.
-      mixing: alpha in [0, 1]: where an outer update arrives, a worker goes on from
-        ``(1 - alpha)`` times the new common parameters and ``alpha`` times its own.
+      mixing: alpha in [0, 1]: when an outer update arrives, a worker continues from
+        ``(1 - alpha)`` times the new common parameters plus ``alpha`` times its own.
 
     Returns:
       An ``optax.GradientTransformationExtraArgs``. Extra arguments go to ``inner``, and parameters
-      to both. Memory for each worker: the state of ``inner``, n float32, with a delay n more.
+      to both. Memory for each worker: the state of ``inner``, n float32, and n more with a delay.
 
     Raises:
-      ValueError: an H that the fragments do not divide; a delay of H / F or more; mixing out of
-        [0, 1]; at ``init``, an ``outer`` without an exchange, or with rounds of its own, and more
-        fragments than leaves.
-      TypeError: at ``update``, a state of another transformation.
+      ValueError: H is not a multiple of F; the delay is H / F or more; mixing is out of [0, 1]; at
+        ``init``, ``outer`` has no exchange or has rounds of its own, or there are more fragments
+        than leaves.
+      TypeError: at ``update``, the state is one of another transformation.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_ext, sparse_collectives as sc
@@ -159,8 +162,8 @@ def local_steps(
     def update(updates: Any, state: LocalStepsState, params: Any = None, **extra_args: Any):
         if not isinstance(state, LocalStepsState):
             raise TypeError(
-                f"state is a {type(state).__name__}, and not that of optax_ext.local_steps: make "
-                "it with optax_ext.init_state(tx, params, mesh)."
+                f"state must be a state of optax_ext.local_steps, got a {type(state).__name__}. "
+                "Make it with optax_ext.init_state(tx, params, mesh)."
             )
         _calls.check_before_accumulation(updates, state.outer, params)
         _warn_without_ahead(updates, state, params)
@@ -175,7 +178,7 @@ def local_steps(
                 gradient = jax.tree.map(lambda m: -m[0], moved[f])
                 given = None if whole is None else whole[f]
                 with warnings.catch_warnings():
-                    # What was moved is no gradient, to be taken a step ahead.
+                    # A movement is no gradient, so the look-ahead does not apply to it.
                     warnings.filterwarnings("ignore", "the gradients were taken at params")
                     return outside.update(gradient, before, given)
 
@@ -187,7 +190,7 @@ def local_steps(
             )
             made.append(result)
             outer_states.append(after)
-        # One is on its way at a time, and of all others the updates are zeros.
+        # One update is on its way at a time, and all others are zeros.
         late = state.late
         if delay:
             sent = [at == ((f + 1) * span - delay) % every for f in range(fragments)]
@@ -201,7 +204,7 @@ def local_steps(
         applied = jax.tree.map(lambda u, g: u.astype(g.dtype), arrived, updates)
 
         def gone(moved, update, narrow):
-            # What a narrow leaf rounds off goes with the next round.
+            # The rounding error of a narrow leaf goes into the next round.
             return mixing * (moved - update[None]) + (update - _in_float32(narrow))[None]
 
         there = jax.tree.map(gone, state.moved, arrived, applied)
@@ -213,7 +216,7 @@ def local_steps(
         )
 
     def _stepped(state: LocalStepsState, updates: Any, params: Any, extra: Any) -> LocalStepsState:
-        """With the step of this worker, unless that is not finite."""
+        """The state with the step of this worker, unless that step is not finite."""
         gradients = jax.tree.map(_in_float32, updates)
         local = None
         if params is not None:
@@ -245,7 +248,7 @@ def _in_float32(x: Any) -> jax.Array:
 
 
 def _chosen(which: list[jax.Array], yes: list[Any], no: list[Any], like: Any) -> Any:
-    """Of each fragment the one or the other, joined."""
+    """For each fragment one of the two trees, joined."""
     picked = [
         jax.tree.map(lambda a, b, now=now: jnp.where(now, a, b), *pair)
         for now, *pair in zip(which, yes, no, strict=True)
@@ -269,13 +272,13 @@ def _check_outer(states: tuple[Any, ...]) -> None:
 
 
 def _warn_without_ahead(updates: Any, state: LocalStepsState, params: Any) -> None:
-    """A gradient that was seen to be taken at the common parameters."""
+    """Warns about a gradient that was evidently taken at the common parameters."""
     leaves, depends_on = jax.tree.leaves(updates), _gradient_checks.depends_on
     if params is None or not depends_on(leaves, jax.tree.leaves(params)):
         return
     if not depends_on(leaves, jax.tree.leaves(state.moved)):
         warnings.warn(
-            "the gradients were taken at params, and local steps take them at the worker's own "
+            "the gradients were taken at params, but local steps expect them at the worker's own "
             "parameters: write jax.grad(loss_fn)(optax_ext.ahead(params, opt_state), batch).",
             stacklevel=3,
         )

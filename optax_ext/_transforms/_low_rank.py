@@ -23,8 +23,7 @@ def powersgd(
 ) -> optax.GradientTransformationExtraArgs:
     r"""PowerSGD: gradients exchanged as products of two thin matrices.
 
-    At each step worker i does for each matrix, with orthonormal columns of P and the Q of the
-    last step,
+    At each step worker i computes for each matrix, with the Q of the previous step,
 
     .. math::
 
@@ -34,45 +33,45 @@ def powersgd(
         residual_i &= acc_i - P Q_i^T \\
         update &= P Q^T
 
-    for W workers, so that nothing is lost: over the workers, the sum of ``acc`` is W times the
-    update plus the sum of the new residuals. Give it *local* gradients, before any optimizer:
-    ``optax.chain(powersgd(4, axis="data"), optax.sgd(0.1, momentum=0.9))``. The update is dense
-    and the same bits on every worker.
+    for W workers; the columns of P are orthonormal. Nothing is lost: over the workers, the sum of
+    ``acc`` is W times the update plus the sum of the new residuals. Give it *local* gradients,
+    before any optimizer: ``optax.chain(powersgd(4, axis="data"), optax.sgd(0.1, momentum=0.9))``.
+    The update is dense and has the same bits on every worker.
 
-    Words for each worker: ``2 (W-1)/W (r sum(rows + cols) + d)`` in two allreduces, for d
-    entries of the leaves that go dense; these ride with the first. The number does not grow with
-    W. (:func:`acp_sgd` has half of it.)
+    Words received by each worker: ``2 (W-1)/W (r sum(rows + cols) + d)`` in two allreduces, for d
+    entries of the dense leaves, which travel with the first. The number does not grow with W.
+    (:func:`acp_sgd` needs half as many.)
 
-    A leaf of more than two dimensions is cut into rows and columns where their sum is smallest:
-    a convolution ``(h, w, in, out)`` is a matrix ``(h w in, out)``. Leaves of fewer, and those
-    with ``r (rows + cols) >= rows cols``, go dense by themselves.
+    A leaf of more than two dimensions is split into rows and columns such that their sum is
+    smallest: a convolution ``(h, w, in, out)`` is a matrix ``(h w in, out)``. Leaves of fewer
+    than two dimensions, and leaves with ``r (rows + cols) >= rows cols``, are always dense.
 
-    What is not finite is treated as in :func:`sparse_allreduce`, by ``nonfinite``. What
-    stays in the residuals because a sum would be too large is the whole matrix, which happens
-    where a factor has an entry above 2**100 / r; ``withheld`` counts its entries.
+    ``nonfinite`` treats gradients that are not finite as in :func:`sparse_allreduce`. If a factor
+    has an entry above 2**100 / r, the whole matrix stays in the residuals, and ``withheld`` counts
+    its entries.
 
     Args:
-      rank: r, columns of the factors. 1 to 4 is what the paper uses for images, 4 to 32 for
-        text.
-      axis: the mesh axis (or a tuple of them), or the MPI communicator, of the workers.
-      seed: of the first Q, normal numbers which all workers have.
+      rank: r, the number of columns of the factors. The paper uses 1 to 4 for images and 4 to 32
+        for text.
+      axis: the mesh axis (or a tuple of axes), or the MPI communicator, of the workers.
+      seed: the seed of the first Q, normal numbers that are the same on all workers.
       **options: ``nonfinite``, ``local``, ``residual``, ``dense_steps`` and ``dense_leaves`` of
-        :func:`sparse_allreduce`. Dense steps leave the factors as they are, and dense leaves are
-        so besides those that go dense by themselves.
+        :func:`sparse_allreduce`. Dense steps leave the factors unchanged. ``dense_leaves`` adds
+        to the leaves that are always dense.
 
     Returns:
       An ``optax.GradientTransformationExtraArgs`` with a :class:`SparseAllreduceState`, whose
       ``allreduce`` has the factors. In its info ``selected`` counts the numbers that a
       worker sends for the matrices, and ``delivered`` the entries of their updates. An empty
-      pytree works and does nothing.
+      pytree is valid, and nothing is exchanged for it.
 
-      Cost: 6 r flops for each entry, and two QR factorisations of a thin matrix for each leaf.
+      Cost: 6 r flops for each entry, and two QR factorizations of a thin matrix for each leaf.
       Memory: the residual, n float32 for each worker, and two n-sized buffers during the step.
 
     Raises:
-      ValueError: at ``init``, a rank that makes no leaf smaller; an axis that is not bound;
-        gradients already summed over the axis; updates, or a state, that do not fit; a
-        step-ahead of a residual of gradients.
+      ValueError: at ``init``, the rank makes no leaf smaller; the axis is not bound; the
+        gradients are already summed over the axis; updates or a state do not match; a
+        ``step_ahead`` without ``local``, for a residual of gradients.
       TypeError: leaves that are not float32, bfloat16 or float16.
 
     Example:
@@ -104,7 +103,7 @@ def acp_sgd(
 ) -> optax.GradientTransformationExtraArgs:
     r"""ACP-SGD: PowerSGD that sends one of the two factors at a step, in one allreduce.
 
-    The steps take turns. With the factors of the step before
+    Odd and even steps alternate. With the factors of the previous step,
 
     .. math::
 
@@ -113,25 +112,24 @@ def acp_sgd(
         \text{even:} \quad P &= orthonormal(P), & Q_i &= acc_i^T P, & Q &= \tfrac1W \sum_j Q_j,
             & residual_i &= acc_i - P Q_i^T
 
-    and in both the update is :math:`P Q^T`. Each worker keeps what its own product misses, so
-    that nothing is lost: :math:`\sum_i P_i Q^T = W P Q^T`. A step that is skipped is
-    repeated.
+    and the update is :math:`P Q^T` in both. Each worker keeps the error of its own product, so
+    that nothing is lost: :math:`\sum_i P_i Q^T = W P Q^T`. A skipped step is repeated.
 
-    Words for each worker: ``2 (W-1)/W (r sum(rows) + d)`` at odd steps and ``2 (W-1)/W
-    (r sum(cols) + d)`` at even ones: half of those of :func:`powersgd`, and half of its products
-    and messages.
+    Words received by each worker: ``2 (W-1)/W (r sum(rows) + d)`` at odd steps and ``2 (W-1)/W
+    (r sum(cols) + d)`` at even ones, which is half of the words, products and messages of
+    :func:`powersgd`.
 
     Args:
-      rank: r, columns of the factors.
-      axis: see :func:`powersgd`, as for all that follow.
-      seed: of the first factors.
-      **options: as of :func:`powersgd`.
+      rank: r, the number of columns of the factors.
+      axis: the mesh axis (or a tuple of axes), or the MPI communicator, of the workers.
+      seed: the seed of the first factors.
+      **options: the options of :func:`powersgd`.
 
     Returns:
-      An ``optax.GradientTransformationExtraArgs``, as :func:`powersgd` returns it.
+      An ``optax.GradientTransformationExtraArgs``, as from :func:`powersgd`.
 
     Raises:
-      ValueError: as :func:`powersgd`.
+      ValueError: as in :func:`powersgd`.
       TypeError: leaves that are not float32, bfloat16 or float16.
 
     Example:

@@ -1,4 +1,4 @@
-"""Gradient accumulation in front of an allreduce, without an exchange at the mini-steps."""
+"""Gradient accumulation before an allreduce, without an exchange at the mini-steps."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
@@ -14,7 +14,7 @@ from sparse_collectives import _validation
 
 
 class MultiStepsState(NamedTuple):
-    """State of :func:`multi_steps`; the fields have the names of optax's.
+    """State of :func:`multi_steps`; the field names are those in ``optax.MultiStepsState``.
 
     Attributes:
       mini_step: ``i32[]``, gradients in the accumulators.
@@ -39,26 +39,26 @@ def multi_steps(
 ) -> optax.GradientTransformationExtraArgs:
     r"""``optax.MultiSteps`` around a reduction: k mini-steps, then one exchange and step.
 
-    ``optax.MultiSteps`` works around a sparse allreduce too, but evaluates what it wraps at
-    every mini-step and throws away all results but the last: every mini-step pays for an
-    exchange. Here a branch that is the same on every worker leaves it out. What a worker
-    accumulates has an axis of its own in the state, so that parameters may be scalars.
+    ``optax.MultiSteps`` also works around a sparse allreduce, but it evaluates the wrapped
+    transformation at every mini-step and discards all results except the last, so that every
+    mini-step pays for an exchange. Here a branch that is the same on every worker skips it. The
+    accumulators have an axis of the workers in the state, so that parameters may be scalars.
 
     A gradient that is not finite reaches the ``nonfinite`` policy of
-    :func:`sparse_allreduce` with the sum of its k mini-steps; the next sum is free of it.
-    (``optax.MultiSteps`` keeps it in its accumulators for good.)
+    :func:`sparse_allreduce` in the sum of its k mini-steps, and does not affect the next sum.
+    (``optax.MultiSteps`` keeps it in its accumulators indefinitely.)
 
     Args:
       tx: the whole chain, with :func:`sparse_allreduce` or :func:`dense` in it.
       every_k_schedule: k, or a function of ``gradient_step`` that returns it.
-      use_grad_mean: whether ``tx`` gets the mean of the gradients, or their sum.
+      use_grad_mean: whether ``tx`` gets the mean of the gradients instead of their sum.
 
     Returns:
-      A transformation whose updates are zero at the mini-steps in between. Extra arguments
-      go to ``tx``. Cost: n float32 for each worker.
+      An ``optax.GradientTransformationExtraArgs`` whose updates are zero at the mini-steps before
+      the exchange. Extra arguments go to ``tx``. Memory: n float32 for each worker.
 
     Raises:
-      ValueError: k is less than 1; at ``init``, no reduction in ``tx``.
+      ValueError: k is less than 1; at ``init``, ``tx`` has no reduction.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_ext, sparse_collectives as sc
@@ -74,7 +74,7 @@ def multi_steps(
         every_k, scope = every_k_schedule, "multi_steps"
     else:
         k = _validation.check_positive_int("every_k_schedule", every_k_schedule)
-        # The traffic meter reads from the scope how often the exchange takes place.
+        # The scope gives the traffic meter the number of steps from one exchange to the next.
         every_k, scope = lambda _: k, f"multi_steps.every{k}"
     inner_tx = optax.with_extra_args_support(tx)
 
@@ -83,7 +83,7 @@ def multi_steps(
         if not reductions(inner):
             raise ValueError(
                 "tx of optax_ext.multi_steps has no sparse allreduce, and no optax_ext.dense, in "
-                "it. Wrap the whole chain, or use optax.MultiSteps behind the allreduce."
+                "it. Wrap the whole chain, or use optax.MultiSteps after the allreduce."
             )
         zeros = [jnp.zeros((), jnp.int32) for _ in range(2)]
         return MultiStepsState(zeros[0], zeros[1], inner, accumulators(inner, params))
@@ -104,7 +104,7 @@ def multi_steps(
             mini_step=jnp.where(emit, 0, state.mini_step + 1),
             gradient_step=state.gradient_step + emit.astype(jnp.int32),
             inner_opt_state=inner,
-            # Not a product: 0 times what is not finite is not 0.
+            # Not a product: 0 times infinity is not 0.
             acc_grads=jax.tree.map(lambda a: jnp.where(emit, 0.0, a), acc),
         )
 

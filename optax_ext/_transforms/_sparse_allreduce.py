@@ -28,9 +28,9 @@ def sparse_allreduce(
     limit: optax.ScalarOrSchedule | None = None,
     every: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Replaces the dense allreduce of gradients with a sparse one.
+    r"""Replaces the dense allreduce of gradients with a sparse one, with error feedback.
 
-    At each step worker i does
+    At each step worker i computes
 
     .. math::
 
@@ -40,16 +40,15 @@ def sparse_allreduce(
         residual_i &= acc_i - coo_i + undelivered_i \\
         update &= total / P
 
-    so that nothing is lost: over the workers, the sum of ``acc`` is ``total``
-    plus the sum of the new residuals. With ``every=H`` that is an exchange after each H-th
-    increment. Give it *local* gradients, before any
-    optimizer: ``optax.chain(sparse_allreduce(...), optax.adam(1e-3))``. The
-    updates are the same bits on every worker.
+    Nothing is lost: over the workers, the sum of ``acc`` is ``total`` plus the sum of the new
+    residuals. With ``every=H`` there is an exchange after each H-th increment only. Give it
+    *local* gradients, before any optimizer: ``optax.chain(sparse_allreduce(...),
+    optax.adam(1e-3))``. The updates have the same bits on every worker.
 
-    What of an update a 16-bit leaf rounds off goes back into the residuals, so the equality
-    holds for what the parameters really get.
+    The rounding error of an update of a 16-bit leaf goes back into the residuals, so the equality
+    holds for the updates that the parameters receive.
 
-    What is not finite, by ``nonfinite``:
+    ``nonfinite`` sets the treatment of numbers that are not finite:
 
     ============= ===================== ====================== =========================
     policy        a gradient, or its    the sum of finite      an update too large for a
@@ -65,76 +64,78 @@ def sparse_allreduce(
                   every worker
     ============= ===================== ====================== =========================
 
-    An allreduce that ``keeps_others`` (:func:`spardl <sparse_collectives.allreduce.spardl>`,
-    ``gtopk``, ``ring_sparse``, a bounded ``ssar_recursive_double``, and those that sum in regions
-    with a lossy codec) leaves with a worker partial sums of what others sent. There a gradient of
-    2^103 (1e31) or more counts as one that is not finite: at an index the residuals of all P
-    workers then grow by less than P 2^103 in a step, and none overflows within 2^25 / P steps.
-    In front of :func:`sparse_adamw` and :func:`sparse_sgd` one of 2^63 (9e18) or more does: what
-    they accumulate is bounded by the gradients, so that these alone are looked at, and the square
-    of a larger one would stay in its second moment for good.
+    Allreduces that ``keeps_others`` marks (:func:`spardl <sparse_collectives.allreduce.spardl>`,
+    ``gtopk``, ``ring_sparse``, a bounded ``ssar_recursive_double``, and allreduces that sum in
+    regions with a lossy codec) leave partial sums of other workers' entries with a worker. With
+    these, a gradient of 2^103 (1e31) or more counts as not finite: at an index the residuals of
+    all P workers then grow by less than P 2^103 in a step, and none overflows within 2^25 / P
+    steps. In :func:`sparse_adamw` and :func:`sparse_sgd` a gradient of 2^63 (9e18) or more counts
+    as not finite. Their increments are bounded by the gradients, so only the gradients are
+    checked, and the square of a larger gradient would stay in its second moment indefinitely.
 
-    ``skipped``, ``dropped`` and ``withheld`` of the state count these. Leaves and steps that
-    go dense have no residual: there an entry whose sum is not finite is left out, and counts
-    as ``dropped``. (A sparse allreduce sums in such a way that nothing overflows.)
+    ``skipped``, ``dropped`` and ``withheld`` of the state count these cases. Dense leaves and
+    dense steps have no residual: an entry whose sum is not finite is left out, and counts
+    as ``dropped``. (A sparse allreduce sums such that nothing overflows.)
 
     Args:
-      selector: from :mod:`sparse_collectives.select`. With a density that changes it is
-        :func:`sparse_collectives.select.scheduled`.
-      allreduce: from :mod:`sparse_collectives.allreduce`. With ``hierarchical`` the
+      selector: the local selection, from :mod:`sparse_collectives.select`. For a density that
+        changes, use :func:`sparse_collectives.select.scheduled`.
+      allreduce: the exchange, from :mod:`sparse_collectives.allreduce`. With ``hierarchical`` the
         gradients are summed inside the node first, and residual, selection and
-        density are those of a shard.
-      axis: the mesh axis (or a tuple of them), or the MPI communicator, over which
-        gradients are averaged; with ``hierarchical`` both that of the nodes and its
+        density refer to a shard.
+      axis: the mesh axis (or a tuple of axes), or the MPI communicator, over which
+        gradients are averaged; with ``hierarchical`` both the axis of the nodes and its
         ``inner_axis``.
-      nonfinite: one of the policies above. ``skip`` takes one word for the agreement; of a
-        skipped step nothing remains but the counter. ``drop`` takes one word to count. The
+      nonfinite: one of the policies above. ``skip`` takes one word for the agreement, and a
+        skipped step changes nothing except the counter. ``drop`` takes one word to count. The
         error of ``raise`` is a FloatingPointError from a host callback; JAX reports it as a
-        runtime error when a result, or ``jax.effects_barrier()``, is waited for.
+        runtime error when the program waits for a result or calls ``jax.effects_barrier()``.
       local: a transformation of each worker's own gradient, before it is accumulated:
-        ``optax.scale_by_schedule(...)`` puts the learning rate there, as Algorithm 2 of
-        Ok-Topk does (:func:`optax_ext.ok_topk_sgd`). It works in float32, and has a state
-        for each worker, which a skipped step leaves as it is. The residual is in the unit of
-        what it returns.
-      correction: from :func:`momentum_correction`: what is accumulated is the velocity of
-        the gradients, and not they.
-      residual: from :func:`optax_ext.residual`: dtype, decay and step-ahead; by default
-        float32 without either.
-      dense_steps: for so many first steps the gradients are averaged by a dense allreduce
-        in the same program; or a function of the steps that were not skipped which says what
-        steps: ``lambda step: step >= 9000`` ends densely, as MSTopK's record run did. A dense
-        step delivers what waits in the residuals, too, and masks no velocity.
-      dense_leaves: leaves that are averaged by one dense allreduce instead: a function of
+        ``optax.scale_by_schedule(...)`` applies the learning rate there, as in Algorithm 2 of
+        Ok-Topk (:func:`optax_ext.ok_topk_sgd`). It works in float32, and has a state
+        for each worker, which a skipped step leaves unchanged. The residual has the unit of
+        its output.
+      correction: from :func:`momentum_correction`: the residual accumulates the velocity of
+        the gradients instead of the gradients.
+      residual: from :func:`optax_ext.residual`: dtype, decay and step-ahead. The default is
+        float32 without decay or step-ahead.
+      dense_steps: the number of first steps in which a dense allreduce averages the gradients,
+        in the same program, or a function of the number of steps that were not skipped that
+        returns whether a step is dense: ``lambda step: step >= 9000`` ends densely, as MSTopK's
+        record run did. A dense step also delivers the residuals, and masks no velocity.
+      dense_leaves: leaves that one dense allreduce averages instead: a function of
         the parameters that labels their leaves ``"sparse"`` or ``"dense"``, such as
         :func:`small_leaves`, or a pytree of labels, as in ``optax.multi_transform``. They have
-        no residual, and are no part of n; all other options hold for them too, and a step is
+        no residual and do not count toward n. All other options also apply to them, and a step is
         skipped for all leaves or for none.
-      limit: a magnitude of an entry of a sparse update, beyond which three quarters of the rest
-        stay in the residuals: a number, or a schedule of the steps that were not skipped. What has
-        waited for long then comes in parts, and an update does not overshoot; no more of an entry
-        waits after a delivery than three times the most that arrived between two of them. For
-        residuals that are updates of the parameters, as ``local=`` with a learning rate makes them.
-      every: H, steps from one exchange to the next; None: 1. At the steps in between each worker
-        adds its own update to its residual, and nothing is sent: the program has no collective
-        there, not even to agree on a step that is skipped. With ``nonfinite="skip"`` a worker then
-        leaves out its own step alone, and ``missed`` of the state counts it. With
-        ``residual(step_ahead=math.inf)`` the worker takes its gradients at its own parameters:
-        local steps, of which an exchange takes over what was selected, and the rest stays applied
-        at home (McMahan et al. 2017; with error feedback Basu et al., `Qsparse-local-SGD
-        <https://arxiv.org/abs/1906.02367>`_, NeurIPS 2019, Algorithm 1). ``local=`` has to have the
-        learning rate, as for ``limit``, and there are no ``dense_leaves``.
+      limit: update clipping: if an entry of a sparse update exceeds this magnitude, 75 % of the
+        excess stays in the residuals. A number, or a schedule of the steps that were not skipped.
+        Updates that accumulated for many steps are then applied in parts and do not overshoot.
+        After a delivery, the residual of an entry is at most three times the largest sum that
+        accumulated between two deliveries. The residuals have to be updates of the parameters, as
+        with a learning rate in ``local=``.
+      every: H, the steps from one exchange to the next; None: 1. Between exchanges each worker
+        adds its own updates to its residual and sends nothing: the program has no collective
+        there, not even to agree on a skipped step. With ``nonfinite="skip"`` a worker then
+        leaves out its own step only, and ``missed`` of the state counts it. With
+        ``residual(step_ahead=math.inf)`` the worker takes its gradients at its own parameters.
+        These are local steps: an exchange delivers the selected entries to all workers, and the
+        rest stays applied locally (McMahan et al. 2017; with error feedback Basu et al.,
+        `Qsparse-local-SGD <https://arxiv.org/abs/1906.02367>`_, NeurIPS 2019, Algorithm 1).
+        ``local=`` has to include the learning rate, as for ``limit``, and ``dense_leaves`` must be
+        None.
 
     Returns:
       An ``optax.GradientTransformationExtraArgs``. Its updates have the dtypes of the
       gradients. Memory: the residual, n float32 for each worker, and one n-sized
-      buffer during the step. An empty pytree works and does nothing.
+      buffer during the step. An empty pytree is valid, and nothing is exchanged for it.
 
     Raises:
-      ValueError: a selector of a larger density than the allreduce's; a step-ahead, a limit or
-        ``every`` where residuals are gradients; ``every`` with dense leaves; an axis that is not
-        bound; gradients already summed over the axis; an update whose tree, shapes or dtypes
-        differ from ``init``'s; a state of another number of workers; 2**31 entries or more; a
-        leaf that ``dense_leaves`` has no label for.
+      ValueError: the selector has a larger density than the allreduce; a step-ahead, a limit or
+        ``every`` without ``local``, for residuals of gradients; ``every`` with dense leaves; an
+        axis that is not bound; gradients already summed over the axis; an update whose tree,
+        shapes or dtypes differ from the parameters at ``init``; a state of another number of
+        workers; 2**31 entries or more; a leaf without a label in ``dense_leaves``.
       TypeError: leaves that are not float32, bfloat16 or float16.
 
     Example:
@@ -183,7 +184,7 @@ def _declared(part: Any) -> str | None:
 
 
 def selection(density: float, selector: Selector | None) -> Selector:
-    """The exact selection, or another one that selects no more."""
+    """The exact selection, or a given one that selects no more."""
     density = _validation.check_density(density)
     if selector is None:
         return select.topk(density=density)
@@ -191,7 +192,7 @@ def selection(density: float, selector: Selector | None) -> Selector:
     selected = None if spec is None else spec.number("density")
     if selected is not None and selected > density:
         raise ValueError(
-            f"the selector has density={selected}, and density={density} is what is to be sent. "
+            f"the selector has density={selected}, and the exchange only density={density}. "
             f"Give both density={selected}, or both density={density}."
         )
     return selector

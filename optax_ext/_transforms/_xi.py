@@ -27,30 +27,30 @@ class XiState(NamedTuple):
 def measure_xi(
     tx: optax.GradientTransformation, *, axis: AxisName, every: int = 1
 ) -> optax.GradientTransformationExtraArgs:
-    r"""How far the updates of ``tx`` are from the true global top-k, in norms of the gradient.
+    r"""Measures the distance of updates from the true global top-k, relative to the gradient.
 
     .. math::
 
         \xi = \frac{\| Topk(\frac1P \sum_i acc_i) - update \|}{\| \frac1P \sum_i g_i \|}
 
-    with k the entries of the update (Li and Hoefler, Equation 5): their proof assumes that
-    this stays bounded, and they find that values below P do no harm. What is accumulated
-    stands for :math:`g_i`: with a local transformation or a momentum correction that is
-    what these return. It is read off what does not get lost: the mean accumulator is the
+    where k is the number of entries of the update (Li and Hoefler, Equation 5). Their proof
+    assumes that :math:`\xi` stays bounded, and they find values below P harmless. Here
+    :math:`g_i` is the accumulated increment: the output of the local transformation or of the
+    momentum correction, if there is one. The mean accumulator is computed as the
     update plus the mean of the residuals after the step.
 
     Args:
-      tx: :func:`sparse_allreduce` or one of its aliases, and nothing around it.
-      axis: that of ``tx``.
-      every: steps between two measurements.
+      tx: :func:`sparse_allreduce` or one of its aliases, without a wrapper.
+      axis: the axis of ``tx``.
+      every: the number of steps from one measurement to the next.
 
     Returns:
-      A transformation with an :class:`XiState`; ``metrics`` has it as ``xi``. Cost: a dense
-      allreduce of 4 n words, an exact k-th magnitude and some passes over n at the steps that
-      measure; at all steps a copy of the residual.
+      A transformation with an :class:`XiState`; ``metrics`` reports the value as ``xi``. Cost: a
+      dense allreduce of 4 n words, an exact k-th magnitude and some passes over n at the steps
+      that measure; a copy of the residual at all steps.
 
     Raises:
-      TypeError: at ``init``, a ``tx`` that is no sparse allreduce.
+      TypeError: at ``init``, ``tx`` is not a sparse allreduce.
 
     Example:
       >>> import optax, optax_ext
@@ -87,7 +87,7 @@ def measure_xi(
 
 
 def last(opt_state: Any) -> jax.Array | float:
-    """The xi measured last, anywhere in an optimizer state; 0 where nothing measures it."""
+    """The latest xi anywhere in an optimizer state; 0 if no transformation measures it."""
 
     def is_xi(node: Any) -> bool:
         return isinstance(node, XiState)

@@ -1,4 +1,4 @@
-"""What a training loop may want that has nothing to do with sparse exchanges."""
+"""Tools for a training loop that are independent of sparse exchanges."""
 
 from optax_ext.contrib._checksums import check_checksums, checksums
 from optax_ext.contrib._distributed import distributed

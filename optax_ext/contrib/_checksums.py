@@ -1,4 +1,4 @@
-"""Whether what was restored is what was saved, to the bit."""
+"""Checksums, by which restored arrays are compared with the saved ones, to the bit."""
 
 from typing import Any
 
@@ -13,26 +13,29 @@ from optax_ext._state import _checkpoint
 def checksums(tree: Any) -> dict[str, int]:
     """A 32-bit checksum for each array of a pytree, the same however it is sharded.
 
-    To save beside a checkpoint, and to compare with :func:`check_checksums` after it
-    was restored. Checkpoint libraries notice a file that is missing or too short;
-    a changed bit in an array reaches the training. It is the sum, modulo 2**32, of the words
-    of the array, each times an odd weight that depends on its index, so any change of one word
-    is seen, and one of several with a probability of about 1 - 2**-32. It is no
+    Save them with a checkpoint, and compare them with :func:`check_checksums` after it
+    is restored. Checkpoint libraries notice a file that is missing or too short, but a
+    changed bit in an array reaches the training. A checksum is the sum, modulo 2**32, of the words
+    of the array, each times an odd weight that depends on its index. It detects any change of one
+    word, and a change of several words with a probability of about 1 - 2**-32. It is no
     protection against intent.
 
     Args:
-      tree: arrays of numbers, also global ones of several processes; then all of
-        them call it.
+      tree: arrays of numbers, also global arrays of several processes, all of which then have to
+        call it.
 
     Returns:
-      The path of each array and its checksum; JSON can hold it.
+      A dict from the path of each array to its checksum; JSON can hold it.
 
     Cost: one pass over the arrays, and a psum of a word for each.
 
     Example:
+      ```pycon
       >>> import jax.numpy as jnp
       >>> checksums({"w": jnp.array([0.0, 1.0, 2.0])})
       {"['w']": 3397386240}
+
+      ```
     """
     flat = jax.tree_util.tree_leaves_with_path(tree)
     sums = _sums([leaf for _, leaf in flat])
@@ -40,21 +43,21 @@ def checksums(tree: Any) -> dict[str, int]:
 
 
 def check_checksums(saved: dict[str, int], tree: Any) -> None:
-    """Whether the arrays have the checksums that were saved.
+    """Checks that the arrays have the saved checksums.
 
     Args:
-      saved: :func:`checksums` of the tree that was saved.
-      tree: what was restored.
+      saved: :func:`checksums` of the saved tree.
+      tree: the restored tree.
 
     Raises:
-      TypeError: ``saved`` is not such a dictionary: the checkpoint has none.
-      ValueError: an array has another checksum, or is not in both. It names them.
+      TypeError: ``saved`` is not such a dictionary, so the checkpoint has no checksums.
+      ValueError: an array has another checksum, or is not in both. The message names the arrays.
     """
     if not isinstance(saved, dict):
         raise TypeError(
             "saved must be what optax_ext.contrib.checksums returned, got "
-            f"{_checkpoint.short(saved)}: the checkpoint was saved without. Save them beside the "
-            "arrays, for example with checkpointer.save(path, state, "
+            f"{_checkpoint.short(saved)}: the checkpoint was saved without checksums. Save them "
+            "with the arrays, for example with checkpointer.save(path, state, "
             "custom_metadata={'checksums': checksums(state)})."
         )
     found = checksums(tree)
@@ -66,7 +69,7 @@ def check_checksums(saved: dict[str, int], tree: Any) -> None:
     if differ:
         names = ", ".join(differ[:10]) + (", ..." if len(differ) > 10 else "")
         raise ValueError(
-            f"the checksums of {len(differ)} of {len(found)} arrays are not those that were saved: "
+            f"the checksums of {len(differ)} of {len(found)} arrays differ from the saved ones: "
             f"{names}. The checkpoint is damaged, or was saved from another tree: restore an older "
             "one."
         )
@@ -79,13 +82,13 @@ def _sums(leaves: list[Any]) -> list[jax.Array]:
 
 def _checksum(x: jax.Array) -> jax.Array:
     words = _as_words(x)
-    # No reshape, which would move an array that is sharded.
+    # No reshape, which would move a sharded array.
     index = jnp.zeros(words.shape, jnp.uint32)
     for axis, size in enumerate(words.shape):
         index = index * np.uint32(size % 2**32) + lax.broadcasted_iota(
             jnp.uint32, words.shape, axis
         )
-    # The finalizer of MurmurHash3, so that weights of neighbours have nothing in common.
+    # The finalizer of MurmurHash3 makes the weights of neighboring words unrelated.
     weight = index + np.uint32(0x9E3779B9)
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         weight = (weight ^ (weight >> shift)) * np.uint32(factor)
@@ -94,7 +97,7 @@ def _checksum(x: jax.Array) -> jax.Array:
 
 
 def _as_words(x: jax.Array) -> jax.Array:
-    """The bits of ``x`` as ``u32[...]``, with a last axis of 2 where a number has two words."""
+    """The bits of ``x`` as ``u32[...]``, with a last axis of 2 if a number has two words."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     if x.dtype == jnp.bool_:

@@ -15,34 +15,34 @@ from sparse_collectives import AxisName, _compat, transport
 def distributed(fn: Callable[..., Any], *, axis: AxisName) -> Callable[..., Any]:
     """``fn`` of each leaf of replicated trees, computed by one worker for all of them.
 
-    Behind an allreduce every worker holds the same arrays, and would compute the same of each.
-    Here the leaves are dealt out, the largest first to the worker that has the least so far;
-    each worker computes ``fn`` of its own, and one allreduce brings the results to everyone:
-    the parallel tensor operator (PTO) of Shi et al. It pays where ``fn`` costs much and its
+    After an allreduce every worker holds the same arrays, and would compute the same of each.
+    Here the leaves are dealt out, the largest first, each to the worker that has the least so far.
+    Each worker computes ``fn`` of its own leaves, and one allreduce brings the results to all:
+    the parallel tensor operator (PTO) of Shi et al. This pays if ``fn`` is expensive and its
     result is small: norms, spectra, statistics of layers.
 
-    A leaf is computed by one worker, however large it is. An operator on entries may take the
-    pieces of a leaf for leaves, as the paper's Equations 12 to 14 do: the second example. The
-    result has as many words as the leaf then, so it pays only where computing an entry takes longer
-    than sending it. Norms of pieces of each leaf are in :func:`scale_by_trust_ratio`.
+    A leaf is computed by one worker, however large it is. For an operator on entries you may pass
+    pieces of a leaf as leaves, as in the paper's Equations 12 to 14; see the second example. The
+    result then has as many words as the leaf, so this pays only if computing an entry takes longer
+    than sending it. :func:`scale_by_trust_ratio` computes norms of pieces of each leaf.
 
     Args:
-      fn: ``fn(leaf, *others)``, a pytree of arrays whose shapes depend on those of its
-        arguments alone. It must not communicate.
+      fn: ``fn(leaf, *others)``, a pytree of arrays whose shapes depend only on the shapes of the
+        arguments. It must not communicate.
       axis: the mesh axis (or a tuple of them) of the workers.
 
     Returns:
       A function of one or several trees of the same structure. It returns a tree of that
-      structure with ``fn``'s result in place of each leaf, the same bits on every worker, and
-      those that ``fn`` gives. It runs inside ``jax.shard_map``, ``jax.pmap`` or
+      structure with the result of ``fn`` instead of each leaf: the same bits on every worker,
+      as ``fn`` gives them. It runs inside ``jax.shard_map``, ``jax.pmap`` or
       ``sparse_collectives.simulate``.
 
     Raises:
       ValueError: ``axis`` is not bound; trees of different structures.
 
-    Cost: ``fn`` of about 1/P of the entries (at least of the largest leaf), and for r words
-    of results ``2 r (P-1)/P`` words received in one allreduce. The program has ``fn`` of every
-    leaf in it, in P branches; under ``vmap`` all of them are computed.
+    Cost: ``fn`` of about 1/P of the entries (at least of the largest leaf). For r words of results
+    ``2 r (P-1)/P`` words are received in one allreduce. The program contains ``fn`` of every
+    leaf, in P branches; under ``vmap`` all of them are computed.
 
     References:
       Shi et al., `Towards Scalable Distributed Training of Deep Learning on Public
@@ -84,7 +84,7 @@ def distributed(fn: Callable[..., Any], *, axis: AxisName) -> Callable[..., Any]
 
         mine = lax.switch(transport.axis_index(axis), [of(worker) for worker in range(workers)])
         flat, structure = jax.tree.flatten(results)
-        # All but one worker have zeros: the sum of the bits is the bits.
+        # All workers but one have zeros, so the sum of the bits is the bits.
         sums = iter(_summed(mine, axis))
         found = [_from_bits(next(sums), like) for like in flat]
         return treedef.unflatten(jax.tree.unflatten(structure, found))
@@ -102,7 +102,7 @@ def deal(sizes: Sequence[int], workers: int) -> list[int]:
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    """As integers of 32 bits, or of 64 where that is the width."""
+    """The bits as 32-bit integers, or as 64-bit integers for numbers of that width."""
     if x.dtype == jnp.bool_:
         return x.ravel().astype(jnp.int32)
     width = x.dtype.itemsize

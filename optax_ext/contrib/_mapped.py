@@ -1,4 +1,4 @@
-"""What works inside a mapped function only."""
+"""Helpers for functions that work only inside a mapped function."""
 
 from sparse_collectives import AxisName, _compat, transport
 
@@ -8,11 +8,11 @@ def workers(axis: AxisName, shared: str, instead: str) -> int:
 
     Args:
       axis: a mesh axis, or a tuple of them.
-      shared: what the workers share.
-      instead: what to use in a program of one worker.
+      shared: what the workers share, for the message.
+      instead: what to use in a program of one worker, for the message.
 
     Raises:
-      ValueError: it is not bound.
+      ValueError: the axis is not bound.
     """
     if not _compat.axis_is_bound(axis):
         raise ValueError(

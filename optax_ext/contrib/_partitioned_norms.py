@@ -1,8 +1,8 @@
 """LARS and LAMB whose layer-wise norms are computed by all workers together.
 
-After the allreduce every worker holds the same updates and parameters, and optax
-has each of them compute the same norms of all layers. Here a worker computes a
-P-th of each norm, and one small sum over the workers completes them (the
+After the allreduce every worker holds the same updates and parameters, and with optax
+each of them computes the same norms of all layers. Here a worker computes 1/P
+of each norm, and one small sum over the workers completes them (the
 parallel tensor operator of Shi et al.).
 """
 
@@ -20,7 +20,7 @@ from sparse_collectives import AxisName, _compat, _validation, transport
 MaskOrFn = Any | Callable[[Any], Any] | None
 
 # Entries of a leaf below which every worker computes the whole norm: a pass over so
-# few costs no more than the slice, and each saves a place in the exchange.
+# few costs no more than the slice, and the leaf needs no slot in the exchange.
 SMALL = 1 << 14
 
 
@@ -40,38 +40,38 @@ def scale_by_trust_ratio(
         u^{(l)} \leftarrow \lambda^{(l)} u^{(l)}, \quad
         \lambda^{(l)} = \gamma \frac{\|w^{(l)}\|}{\|u^{(l)}\| + \epsilon}
 
-    and 1 in place of the ratio where a norm is zero. Of a leaf of n entries worker i
-    reads the i-th n/P of parameters and update and sums the squares; one allreduce of
-    two numbers for each leaf gives all workers the norms. The paper gives whole layers
+    with a ratio of 1 if a norm is zero. For a leaf of n entries, worker i reads the i-th
+    n/P entries of parameters and update and sums their squares; one allreduce of two
+    numbers for each leaf gives all workers the norms. The paper gives whole layers
     to the workers and gathers the ratios; with slices the work is balanced whatever
     the layers are, and every worker runs the same program. Leaves of fewer than 2^14
-    entries, and the up to P - 1 entries that are left over of others, are summed by
-    everyone.
+    entries, and the remainders of up to P - 1 entries of other leaves, are summed by
+    every worker.
 
-    Updates and parameters must be the same on every worker: put it behind the
-    transformation that reduces the gradients, and not behind one that differs
+    Updates and parameters must be the same on every worker: put this after the
+    transformation that reduces the gradients, and not after one that differs
     between the workers. It runs inside ``jax.shard_map``, ``jax.pmap`` or
     ``sparse_collectives.simulate``; ``init`` runs anywhere.
 
-    Cost: 2 n / P entries read, n over all leaves, where optax reads 2 n. Received:
+    Cost: for n entries in all leaves it reads 2 n / P entries, and optax 2 n. It receives
     ``4 L (P-1)/P`` words for L leaves of 2^14 entries or more, in one allreduce of
-    about ``2 log2(P)`` latencies. No n-sized buffer.
+    about ``2 log2(P)`` latencies. It has no n-sized buffer.
 
     Args:
-      min_norm: the least norm, of parameters and updates, ``f32[]``.
+      min_norm: the smallest norm, of parameters and updates, ``f32[]``.
       trust_coefficient: gamma, ``f32[]``.
       eps: added to the norm of the update, ``f32[]``.
       axis: the mesh axis (or a tuple of them) of the data-parallel workers.
 
     Returns:
-      A stateless ``optax.GradientTransformation``. Its updates equal optax's to
+      A stateless ``optax.GradientTransformation``. Its updates equal optax's up to
       rounding and have the same bits on every worker. Squares are summed in float32:
       with bfloat16 and float16 leaves that is more accurate than optax, which rounds
       each norm to the dtype of the leaf (and overflows at a float16 norm of 256).
 
     Raises:
       ValueError: ``axis`` is not bound; no params; updates or params that differ
-        between the workers, where the types tell (``shard_map(check_vma=True)``).
+        between the workers, if types show it (``shard_map(check_vma=True)``).
       TypeError: leaves that are not float32, bfloat16 or float16.
 
     References:
@@ -111,7 +111,7 @@ def scale_by_trust_ratio(
         squares = complete_squares(partial, whole, axis)
         ratios = trust_ratios(squares, min_norm, trust_coefficient, eps)
         scaled = [
-            # In the dtype that optax's ratio has.
+            # In the dtype of optax's ratio.
             u * r.astype(jnp.result_type(u, w, min_norm, trust_coefficient, eps))
             for u, w, r in zip(leaves, weights, ratios, strict=True)
         ]
@@ -136,15 +136,15 @@ def lars(
 ) -> optax.GradientTransformationExtraArgs:
     """``optax.lars`` with the norms partitioned over the workers.
 
-    The arguments and the state are those of ``optax.lars``, and so is the result, to
-    rounding. The trust ratio is :func:`scale_by_trust_ratio`, which says what it costs
-    and where it runs.
+    The arguments and the state are the same as for ``optax.lars``, and so is the result, up
+    to rounding. For the cost, and for the functions inside which it runs, see
+    :func:`scale_by_trust_ratio`, which computes the trust ratio.
 
     Args:
       learning_rate: a number, or a schedule of the step count.
-      weight_decay: its strength; a schedule where this version of optax takes one.
-      weight_decay_mask: a pytree of booleans, a prefix of the parameters, or a function
-        of the parameters that returns one: where weights decay.
+      weight_decay: its strength; or a schedule, if this version of optax takes one.
+      weight_decay_mask: which weights decay: a pytree of booleans, a prefix of the parameters,
+        or a function of the parameters that returns one.
       trust_coefficient: gamma, ``f32[]``.
       eps: added to the norm of the update, ``f32[]``.
       trust_ratio_mask: as ``weight_decay_mask``: which layers are scaled by their ratio.
@@ -154,8 +154,8 @@ def lars(
       axis: the mesh axis (or a tuple of them) of the data-parallel workers.
 
     Returns:
-      An ``optax.GradientTransformationExtraArgs`` to chain behind the one that reduces the
-      gradients.
+      An ``optax.GradientTransformationExtraArgs`` to chain after the transformation that reduces
+      the gradients.
 
     Raises:
       ValueError, TypeError: at ``update``, as :func:`scale_by_trust_ratio`.
@@ -190,9 +190,9 @@ def lamb(
 ) -> optax.GradientTransformationExtraArgs:
     """``optax.lamb`` with the norms partitioned over the workers.
 
-    The arguments and the state are those of ``optax.lamb``, and so is the result, to
-    rounding. The trust ratio is :func:`scale_by_trust_ratio`, which says what it costs
-    and where it runs.
+    The arguments and the state are the same as for ``optax.lamb``, and so is the result, up
+    to rounding. For the cost, and for the functions inside which it runs, see
+    :func:`scale_by_trust_ratio`, which computes the trust ratio.
 
     Args:
       learning_rate: a number, or a schedule of the step count.
@@ -200,14 +200,14 @@ def lamb(
       b2: decay rate of the second moment.
       eps: added to the root of the second moment.
       eps_root: added to the second moment under the root.
-      weight_decay: its strength; a schedule where this version of optax takes one.
-      mask: a pytree of booleans, a prefix of the parameters, or a function of the
-        parameters that returns one: where weights decay.
+      weight_decay: its strength; or a schedule, if this version of optax takes one.
+      mask: which weights decay: a pytree of booleans, a prefix of the parameters, or a
+        function of the parameters that returns one.
       axis: the mesh axis (or a tuple of them) of the data-parallel workers.
 
     Returns:
-      An ``optax.GradientTransformationExtraArgs`` to chain behind the one that reduces the
-      gradients.
+      An ``optax.GradientTransformationExtraArgs`` to chain after the transformation that reduces
+      the gradients.
 
     Raises:
       ValueError, TypeError: at ``update``, as :func:`scale_by_trust_ratio`.
@@ -241,7 +241,7 @@ def partial_squares(
     Returns:
       ``(partial, whole)``, M scalars f32 each: the sum over the workers of ``partial``,
       plus ``whole``, which is the same on each, is the sum of squares. ``partial`` is
-      None where ``whole`` is all.
+      None if ``whole`` is the whole sum.
     """
     partial: list[jax.Array | None] = []
     whole = []
@@ -252,7 +252,7 @@ def partial_squares(
             partial.append(None)
             whole.append(_sum_of_squares(flat))
             continue
-        # Equal slices and a remainder that everyone adds need no mask.
+        # Equal slices, and a remainder that every worker adds, need no mask.
         partial.append(_sum_of_squares(lax.dynamic_slice(flat, (worker * share,), (share,))))
         whole.append(_sum_of_squares(flat[share * workers :]))
     return partial, whole
@@ -261,7 +261,7 @@ def partial_squares(
 def complete_squares(
     partial: list[jax.Array | None], whole: list[jax.Array], axis: AxisName
 ) -> jax.Array:
-    """``f32[M]``, the sums of squares, the same bits on every worker, in one allreduce."""
+    """The sums of squares in one allreduce, ``f32[M]``, with the same bits on every worker."""
     shared = [i for i, part in enumerate(partial) if part is not None]
     squares = jnp.stack(whole)
     if not shared:
@@ -276,7 +276,7 @@ def trust_ratios(
     trust_coefficient: float | jax.Array,
     eps: float | jax.Array,
 ) -> jax.Array:
-    """``f32[L]`` from ``squares f32[2 L]``, those of the parameters first."""
+    """``f32[L]`` from ``squares f32[2 L]``, with the parameters first."""
     clipped = jnp.sqrt(squares) <= min_norm
     # Two choices, so that the derivative at a norm of zero is zero, as in optax.
     norms = jnp.where(clipped, min_norm, jnp.sqrt(jnp.where(clipped, 1.0, squares)))
@@ -290,7 +290,7 @@ def _sum_of_squares(x: jax.Array) -> jax.Array:
 
 
 def _check_leaves(name: str, tree: Any, axis: AxisName) -> None:
-    """Real leaves that fit float32 sums and, where the types tell, are the same everywhere."""
+    """Checks that leaves are real numbers and, if types show it, the same on every worker."""
     typed = _compat.checks_varying(axis)
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         where = f"{name}{jax.tree_util.keystr(path)}"
@@ -298,8 +298,8 @@ def _check_leaves(name: str, tree: Any, axis: AxisName) -> None:
         if typed and set(_compat.axis_names(axis)) & _compat.varying_axes(leaf):
             raise ValueError(
                 f"{where} differs between the workers of axis {axis!r}, so that their parts of its "
-                "norm don't belong together. Reduce the gradients first, with "
+                "norm can't be added up. Reduce the gradients first, with "
                 f"optax_ext.ok_topk(density=..., axis={axis!r}) or optax_ext.dense(axis={axis!r}) "
-                "in front of this in the chain, and give update the replicated params, not those "
-                "cast by jax.lax.pcast."
+                "before this transformation in the chain, and give update the replicated params, "
+                "without a jax.lax.pcast."
             )

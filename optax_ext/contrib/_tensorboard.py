@@ -9,7 +9,7 @@ def tensorboard_writer(folder: Any) -> Writer:
     """A writer for :class:`Monitor` that makes event files for TensorBoard.
 
     Args:
-      folder: where, as a string or path.
+      folder: the output folder, as a string or path.
 
     Raises:
       ImportError: tensorboardX is not installed.
@@ -21,7 +21,7 @@ def tensorboard_writer(folder: Any) -> Writer:
             "tensorboard_writer needs tensorboardX: pip install 'sparse-collectives[tensorboard]'. "
             "Any function write(step, values) does instead."
         ) from error
-    # Its thread writes what is queued, and flushes it this often.
+    # Its thread writes queued events, and flushes them this often.
     events = SummaryWriter(str(folder), flush_secs=1)
 
     def write(step: int, values: dict[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""A process that waits for another one must not wait for ever."""
+"""A deadline for a process that waits for others, which may never come."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import jax
 
-# EX_TEMPFAIL of sysexits.h: what failed may work when it is started again.
+# EX_TEMPFAIL of sysexits.h: the failed work may succeed when it is started again.
 _EXIT_STATUS = 75
 
 
@@ -26,35 +26,35 @@ class _Armed(NamedTuple):
 
 
 class Watchdog:
-    """Ends this process with a message where a step misses its deadline, or fails.
+    """Ends this process with a message if a step misses its deadline, or fails.
 
-    A collective ends when every process takes part. Where one hangs, so do all the
-    others, and where one raises an exception, Python waits in
-    ``jax.distributed.shutdown`` for processes that wait for it. So this leaves, at
-    once and without cleaning up, with ``os._exit``:
+    A collective ends when every process takes part. If one process hangs, so do all the
+    others, and if one raises an exception, Python waits in ``jax.distributed.shutdown`` for
+    processes that wait for it. The watchdog therefore ends the process at once and without
+    cleaning up, with ``os._exit``:
 
     - when a ``with`` block is not left before its deadline: with ``exit_status``;
     - when an exception leaves the block and there are several processes: with
-      ``exit_status`` for ``jax.errors.JaxRuntimeError``, which is what a lost
-      connection gives, and with 1 for any other. A single process gets its
+      ``exit_status`` for ``jax.errors.JaxRuntimeError``, which a lost connection
+      raises, and with 1 for any other exception. A single process gets its
       exception.
 
-    What is in the block has to wait for its result, ``jax.block_until_ready``: JAX
-    returns from a step before it is computed. Blocks can't be nested. The deadline is
-    watched by a thread, which needs the GIL: a call that never releases it is not seen.
+    The block has to wait for its result with ``jax.block_until_ready``, since JAX
+    returns from a step before it is computed. Blocks can't be nested. A thread watches
+    the deadline and needs the GIL, so it does not notice a call that never releases the GIL.
 
     Make it after ``jax.distributed.initialize``.
 
     Args:
-      seconds: the deadline, for each block.
-      first_seconds: that of the first block, which compiles. At least ``seconds``.
+      seconds: the deadline of each block.
+      first_seconds: the deadline of the first block, which compiles. At least ``seconds``.
       exit_status: 1 to 255. The default, 75, is ``EX_TEMPFAIL``: start again, from the last
         whole checkpoint.
 
     Raises:
       ValueError: a deadline that is not a positive number, or another exit status.
 
-    Cost: some ten microseconds a block, and one thread.
+    Cost: about ten microseconds a block, and one thread.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -72,11 +72,10 @@ class Watchdog:
         self._next = max(self._seconds, _check_seconds("first_seconds", first_seconds))
         if not 1 <= exit_status <= 255:
             raise ValueError(
-                f"exit_status must be between 1 and 255, got {exit_status}: 0 would say that all "
-                "is well."
+                f"exit_status must be between 1 and 255, got {exit_status}: 0 would report success."
             )
         self._exit_status = exit_status
-        # Asked here: with a backend that hangs, the thread could not ask any more.
+        # Asked here, since the thread could no longer ask a backend that hangs.
         self._process, self._processes = jax.process_index(), jax.process_count()
         self._changed = threading.Condition()
         self._armed: _Armed | None = None
@@ -87,8 +86,8 @@ class Watchdog:
         """A block with a deadline.
 
         Args:
-          what: what is done in it, for the message: ``f"step {step}"``.
-          seconds: another deadline for this block, such as for a checkpoint.
+          what: the work in the block, for the message, such as ``f"step {step}"``.
+          seconds: another deadline for this block, for example for a checkpoint.
 
         Raises:
           RuntimeError: inside another block of this watchdog.
@@ -99,7 +98,7 @@ class Watchdog:
         try:
             yield
         except Exception as error:
-            # It may have taken long to come; that is no longer what counts.
+            # The exception may have come late, but the deadline no longer counts.
             self._disarm()
             if self._processes == 1:
                 raise
@@ -110,7 +109,7 @@ class Watchdog:
         self._next = self._seconds
 
     def close(self) -> None:
-        """Ends the thread. It would not keep the process from ending either."""
+        """Ends the thread, which would not keep the process from ending either."""
         with self._changed:
             thread, self._thread = self._thread, None
             self._changed.notify_all()
@@ -143,7 +142,7 @@ class Watchdog:
                 armed = self._armed
                 left = math.inf if armed is None else armed.deadline - time.monotonic()
                 if armed is not None and left <= 0:
-                    # With the lock held, so that the block can't be left any more.
+                    # With the lock held, so that the block can no longer be left.
                     self._leave(self._missed(armed), self._exit_status, threads=True)
                 self._changed.wait(None if armed is None else left)
 
@@ -157,7 +156,7 @@ class Watchdog:
         cause = (
             "another process hangs, died or cannot be reached, and its own output says more"
             if self._processes > 1
-            else "what it waits for does not come"
+            else "the result that it waits for does not arrive"
         )
         return (
             f"{armed.what} did not end within {armed.seconds:g} s on {self._where()}: {cause}. "
@@ -174,7 +173,7 @@ class Watchdog:
         )
 
     def _leave(self, message: str, status: int, threads: bool = False) -> None:
-        # The file descriptor itself: a buffer may be locked by a thread that hangs.
+        # To the file descriptor, since a thread that hangs may hold the lock of a buffer.
         if not threads:
             _write(traceback.format_exc())
         _write(f"optax_ext.contrib.Watchdog: {message}\n")

@@ -2,8 +2,8 @@
 
 The coordinator is a process of its own, ``python -m optax_ext.elastic --address HOST:PORT
 --processes N``; each worker calls :func:`connect` and runs a :class:`Training`. ``docs/faults.md``
-says what happens when one dies, hangs, is slow, comes back, or when the network splits. For CPUs
-with Gloo; with GPUs it was not tried.
+says what happens when a worker dies, hangs, is slow or comes back, and when the network splits.
+It is for CPUs with Gloo; we have not tried it with GPUs.
 """
 
 from optax_ext.elastic._job import Job, connect

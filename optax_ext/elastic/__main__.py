@@ -11,11 +11,11 @@ from optax_ext.elastic import _jax_internals
 
 
 def main() -> int:
-    """Serves until it is told to end."""
+    """Serves until it is interrupted."""
     parser = argparse.ArgumentParser(
         prog="python -m optax_ext.elastic",
-        description="Runs the coordinator of a job until it is interrupted. It holds who is there, "
-        "and no data. When it ends, all workers end with status 75.",
+        description="Runs the coordinator of a job until it is interrupted. It keeps a list of the "
+        "workers, and no data. When it ends, all workers end with status 75.",
     )
     parser.add_argument(
         "--address", required=True, help="host:port to listen at, such as 0.0.0.0:1234"
@@ -25,7 +25,7 @@ def main() -> int:
         "--heartbeat-seconds",
         type=int,
         default=10,
-        help="without a sign of life for so long a worker is taken for dead (default: 10)",
+        help="a worker without a heartbeat for this long counts as dead (default: 10)",
     )
     options = parser.parse_args()
     _, colon, port = options.address.rpartition(":")

@@ -1,4 +1,4 @@
-"""What a training is of, and whether all workers have the same of it."""
+"""Descriptions of a training, by which workers check that they have the same."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from optax_ext._state import _find
 
 
 def residuals(opt_state: Any) -> list[jax.Array]:
-    """Of all parts of the state."""
+    """The residuals of all parts of the state."""
     return [state.residual for state in _find.get_states(opt_state)]
 
 
 @jax.jit
 def digest(params: Any, residuals: Any) -> tuple[jax.Array, jax.Array]:
-    """A word that says whether parameters are the same, and the magnitudes of residuals."""
+    """A checksum of the parameters, and the sum of the magnitudes of the residuals."""
     total = jnp.zeros((), jnp.uint32)
     for number, x in enumerate(jax.tree.leaves(params)):
-        # The weights tell an exchange of two entries.
+        # The weights detect an exchange of two entries.
         words = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32).ravel()
         weights = jnp.arange(x.size, dtype=jnp.uint32) * 2 + np.uint32(2 * number + 1)
         total += (words * weights).sum(dtype=jnp.uint32)
@@ -55,7 +55,7 @@ def exchanges(opt_state: Any, every: int) -> bool:
 
 
 def description(params: Any, opt_state: Any) -> str:
-    """What is trained, in short, for processes to compare."""
+    """The model and the optimizer in short, for processes to compare."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     shapes = [(jax.tree_util.keystr(path), x.shape, str(x.dtype)) for path, x in leaves]
     settings = [str(state.settings) for state in _find.get_states(opt_state)]

@@ -1,4 +1,4 @@
-"""What workers give each other when one comes, or goes: functions of all workers of a group."""
+"""What workers pass on when one comes or goes, as functions of all workers of a group."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from optax_ext._state._reshard import reshard
 from optax_ext._step._sparse_state import SparseAllreduceState
 from sparse_collectives import AxisName
 
-# What becomes of an array of a worker that comes or goes: all have the same; each has its own, and
-# the sum counts; each has learned its own; it is of the group, and made anew.
+# The kinds of arrays when a worker comes or goes: all share one value; each has its own, and the
+# sum counts; each has statistics of its own; it belongs to the group, and is made again.
 _SHARED, _ADDED, _LEARNED, _ANEW = "shared", "added", "learned", "anew"
 
 
 def _kinds(opt_state: Any) -> Any:
-    """Which of these each array is, as a tree like ``opt_state``."""
+    """The kind of each array, as a tree like ``opt_state``."""
 
     def all_of(kind: str, tree: Any) -> Any:
         return jax.tree.map(lambda _: kind, tree)
@@ -41,11 +41,11 @@ def _kinds(opt_state: Any) -> Any:
 
 
 def carried(opt_state: Any, fresh: Any) -> Any:
-    """What one worker goes on with in another group, on the host, as ``reshard`` has it.
+    """The host arrays with which a worker goes on in another group, made by ``reshard``.
 
     Args:
-      opt_state: of some workers of a group, all of whose rows this one takes over.
-      fresh: of one worker of the new group, before its first step.
+      opt_state: the state of some workers of a group, all of whose rows this one takes over.
+      fresh: the state of one worker of the new group, before its first step.
     """
     taken = reshard(_alone(opt_state), _alone(fresh))
 
@@ -58,7 +58,7 @@ def carried(opt_state: Any, fresh: Any) -> Any:
 
 
 def _alone(opt_state: Any) -> Any:
-    """The rows that there are as those of all workers."""
+    """The rows of these workers as the state of all workers."""
 
     def of(node: Any) -> Any:
         if not _find.is_state(node):
@@ -73,14 +73,14 @@ def _alone(opt_state: Any) -> Any:
 def welcome(axis: AxisName, params: Any, opt_state: Any, holds: jax.Array) -> tuple[Any, Any]:
     """Parameters and state for workers that have none yet, inside the mapped function.
 
-    They get what all share from the first that holds it, to the bit, and the mean of what the
-    others have learned, such as second moments. What adds up, such as a residual, is what they
-    bring along: nothing, or that of a checkpoint.
+    They get shared values from the first worker that holds them, to the bit, and the mean of the
+    statistics of the others, such as second moments. Values that add up, such as a residual, they
+    bring along: nothing, or the values of a checkpoint.
 
     Args:
-      axis: of the workers.
-      params: of a worker that does not hold them, anything of their shapes.
-      opt_state: the same.
+      axis: the axis of the workers.
+      params: the parameters; for a worker that does not hold them, anything of their shapes.
+      opt_state: the state, likewise.
       holds: ``bool[P]``, the same on every worker: whether each has the state. At least one does.
     """
     index = lax.axis_index(axis)
@@ -94,7 +94,7 @@ def welcome(axis: AxisName, params: Any, opt_state: Any, holds: jax.Array) -> tu
 
     def learned(x: jax.Array) -> jax.Array:
         if not jnp.issubdtype(x.dtype, jnp.floating):
-            # A number of steps, or the key of a generator.
+            # A step count, or the key of a generator.
             return jnp.where(mine, x, shared(x))
         total = lax.psum(jnp.where(mine, x, jnp.zeros_like(x)).astype(jnp.float32), axis)
         return jnp.where(mine, x, (total / holders).astype(x.dtype))
@@ -105,19 +105,19 @@ def welcome(axis: AxisName, params: Any, opt_state: Any, holds: jax.Array) -> tu
 
 
 def farewell(axis: AxisName, opt_state: Any, leaves: jax.Array) -> Any:
-    """The state after workers have handed over what adds up, inside the mapped function.
+    """The state after workers have handed over values that add up, inside the mapped function.
 
-    The entries of those that leave are dealt out by index among those that stay, each of which
-    rounds once where it adds one to its own.
+    The entries of workers that leave are split by index among those that stay. Each of these
+    rounds once when it adds one to its own.
 
     Args:
-      axis: of the workers.
+      axis: the axis of the workers.
       opt_state: the state.
-      leaves: ``bool[P]``, the same on every worker; at least one stays.
+      leaves: ``bool[P]``, the same on every worker: whether each leaves. At least one stays.
     """
     index = lax.axis_index(axis)
     goes, stay = leaves[index], (~leaves).astype(jnp.int32)
-    # How many that stay are before this one, and in all.
+    # How many workers that stay are before this one, and in all.
     turn, sharing = (jnp.cumsum(stay) - stay)[index], stay.sum()
 
     def added(x: jax.Array) -> jax.Array:

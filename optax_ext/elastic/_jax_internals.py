@@ -1,4 +1,4 @@
-"""What membership needs of jax that has no public name; no other file reads such a name.
+"""Internals of jax that membership needs; no other file uses names that are not public.
 
 A test calls each of these on every version of jax that is supported, so that a name that moves is
 noticed there and not in a training.
@@ -21,7 +21,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 # What `jax.devices` returns; `jax.Device` is a variable to a type checker.
 Device = Any
-# The first process of a job publishes what devices there are, and can't do so a second time.
+# The first process of a job publishes the list of devices, and can't do so a second time.
 _TOPOLOGY = "cpu:global_topology/cpu"
 
 
@@ -45,10 +45,10 @@ def connect(
     timeout_seconds: int,
     on_lost: Callable[[Any], None],
 ) -> Any:
-    """This process as one of a job, without a service of its own; the client.
+    """Joins this process to a job, without a service of its own; returns the client.
 
-    As ``jax.distributed.initialize``, which has no argument for that: its process 0 is the service,
-    and takes it along when it dies.
+    ``jax.distributed.initialize`` has no argument for that: its process 0 runs the service, and
+    takes it along when it dies.
     """
     jax.config.update("jax_enable_recoverability", True)
     client = _jax.get_distributed_runtime_client(
@@ -71,35 +71,35 @@ def connect(
 
 
 def backends_are_initialized() -> bool:
-    """Whether jax has looked for devices already, and what it is told comes too late."""
+    """Whether jax has looked for devices already, so that settings come too late."""
     return xla_bridge.backends_are_initialized()
 
 
 def compiled(lowered: jax.stages.Lowered, devices: Sequence[Device]) -> tuple[bytes, list[int]]:
-    """A program as bytes that may be kept, and the ids of the devices that it is compiled for."""
+    """A program as bytes that can be kept, and the ids of the devices that it is compiled for."""
     with _without_cache():
         program = lowered.compile()
     return serialize_executable.serialize(program)[0], [device.id for device in devices]
 
 
 def machine(devices: Sequence[Device]) -> str:
-    """What a program that was kept can run on."""
+    """The kind of machine that a kept program can run on."""
     topology = xla_client.get_topology_for_devices(list(devices[:1]))
     return f"{devices[0].client.platform_version} {topology.fingerprint()}"
 
 
 def cache_folder() -> str | None:
-    """Where jax keeps compiled programs, if it does."""
+    """The folder in which jax keeps compiled programs, if it does."""
     return jax.config.values["jax_compilation_cache_dir"]
 
 
 @contextlib.contextmanager
 def _without_cache() -> Generator[None]:
-    """XLA for CPUs can't serialize what it has read from jax's cache of compiled programs."""
+    """Without jax's cache, since XLA for CPUs can't serialize a program that it read from there."""
     enabled = jax.config.values["jax_enable_compilation_cache"]
     try:
         jax.config.update("jax_enable_compilation_cache", False)
-        # Whether there is a cache is looked up once.
+        # jax looks up only once whether there is a cache.
         compilation_cache.reset_cache()
         yield
     finally:
@@ -112,8 +112,8 @@ def load(
 ) -> jax.stages.Compiled:
     """The program on as many other devices; nothing is compiled.
 
-    ``jax.experimental.serialize_executable.deserialize_and_load`` wants the devices that it was
-    compiled for, by their ids.
+    ``jax.experimental.serialize_executable.deserialize_and_load`` needs the devices that the
+    program was compiled for, by their ids.
     """
     data, compiled_for = program
     client = devices[0].client
@@ -131,7 +131,7 @@ class _Unpickler(serialize_executable._JaxPjrtUnpickler):
         if pid[0] != "exec":
             return super().persistent_load(pid)
         devices = self.execution_devices
-        # Without options it would be for the devices that are written in it.
+        # Without options it would be for the devices that are recorded in it.
         options = compiler.get_compile_options(
             num_replicas=1,
             num_partitions=len(devices),

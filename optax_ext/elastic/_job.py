@@ -20,7 +20,7 @@ from optax_ext.elastic._meeting import Plan, Report
 
 log = logging.getLogger("optax_ext.elastic")
 
-# EX_TEMPFAIL of sysexits.h: what failed may work when it is started again.
+# EX_TEMPFAIL of sysexits.h: the failed work may succeed when it is started again.
 EXIT_STATUS = 75
 _REPORT, _PLAN, _WAITING, _OVER = (f"optax_ext/{x}/" for x in ("report", "plan", "waiting", "over"))
 _NUMBER, _PROCESSES = "optax_ext/number", "optax_ext/processes"
@@ -39,37 +39,37 @@ def connect(
 ) -> Job:
     """Makes this process one of a job that goes on when others die, and that lets them come back.
 
-    In place of ``jax.distributed.initialize``, and as early: before anything of jax has looked for
+    Call it instead of ``jax.distributed.initialize``, and as early: before jax looks for
     devices. The coordinator is a process of its own, so that each of the workers may die:
     ``python -m optax_ext.elastic --address ADDRESS --processes N``. All processes have to be there
     once, at the beginning; then each may go and come back under its number. Make the
-    :class:`Training` soon after: until then the others wait for this process where they meet.
+    :class:`Training` soon afterwards: until then the others wait for this process when they meet.
 
     Args:
       address: ``host:port`` of the coordinator.
-      num_processes: the largest set of workers, as the coordinator was told.
-      process_id: the number of this process, in ``[0, num_processes)``. No two that run may have
-        the same.
-      heartbeat_seconds: after so many seconds without a sign of life a process is taken for dead.
-        One that was stopped for longer ends with status 75 when it goes on.
-      collective_seconds: after so many seconds in a collective the living take a worker for gone.
-        It has to be longer than any step, and than what workers are apart.
+      num_processes: the largest number of workers, the same as the coordinator's ``--processes``.
+      process_id: the number of this process, in ``[0, num_processes)``. No two running processes
+        may have the same.
+      heartbeat_seconds: after so many seconds without a sign of life a process is considered dead.
+        A process that was stopped for longer ends with status 75 when it goes on.
+      collective_seconds: after so many seconds in a collective the others consider a worker gone.
+        It has to be longer than any step, and than the time between the arrivals of two workers.
       connect_seconds: how long to wait for the coordinator, and at the beginning for all others.
-      stuck_seconds: a process that hangs in Python, with a data loader for example, for so long
-        ends with status 1 and the stacks of its threads: its heartbeats would go on, and the
-        others wait for it. It has to be longer than anything the loop does between two steps.
-      devices: CPU devices of this process, of which one is used at a time. XLA keeps a group of
-        CPU devices for ever, also one that broke, so that each new group takes others: w workers
+      stuck_seconds: a process that hangs in Python for so long, with a data loader for example,
+        ends with status 1 and the stacks of its threads. Its heartbeats would go on, and the
+        others would wait for it. It has to be longer than anything the loop does between two steps.
+      devices: CPU devices of this process, one of which is used at a time. XLA keeps a group of
+        CPU devices indefinitely, even one that broke, so each new group takes others: w workers
         of d devices may change ``w d**w`` times.
 
     Returns:
       The job, for :class:`Training`.
 
     Raises:
-      ConnectionError: nobody listens at ``address``.
+      ConnectionError: there is no answer at ``address``.
       RuntimeError: jax has looked for devices already; the job has another number of processes.
-      ValueError: a number of processes or seconds that is not positive, a ``process_id`` that is
-        not among them.
+      ValueError: a number of processes or seconds that is not positive, or a ``process_id`` that
+        is out of range.
     """
     for name, value in {
         "num_processes": num_processes,
@@ -116,7 +116,7 @@ def connect(
 
 
 def _check_listens(address: str, seconds: float) -> None:
-    """A ConnectionError where jax would end the process with a stack of C++."""
+    """Raises a ConnectionError in cases in which jax would end the process with a stack of C++."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit():
         raise ValueError(f"address must be 'host:port', got {address!r}.")
@@ -128,14 +128,14 @@ def _check_listens(address: str, seconds: float) -> None:
         except OSError as error:
             if time.monotonic() > deadline:
                 raise ConnectionError(
-                    f"nobody answers at address={address!r} ({error}). Start the coordinator there "
+                    f"no coordinator answers at address={address!r} ({error}). Start it there "
                     "first: python -m optax_ext.elastic --address HOST:PORT --processes N."
                 ) from None
         time.sleep(0.2)
 
 
 def _lost(status: Any) -> None:
-    """The coordinator is gone, or takes this process for dead: it can't take part any more."""
+    """Ends the process: the coordinator is gone, or takes this process for dead."""
     reason = str(status).splitlines()[0][:200]
     print(
         f"optax_ext.elastic: this process is no longer in the job: {reason}. Start it again.",
@@ -162,9 +162,9 @@ class Job:
         return sorted(found, key=lambda device: device.id)
 
     def meet(self, report: Report) -> Plan:
-        """Waits for all living processes; what they do next.
+        """Waits for all living processes, and returns what they do next.
 
-        A process that begins while others meet may learn that it is not in the plan: it meets
+        A process that begins while others meet may find that it is not in the plan. It meets
         again.
         """
         me = self.process_id
@@ -183,19 +183,19 @@ class Job:
                 text = self._client.blocking_key_value_get(f"{_PLAN}{first}/{turn}", 10_000)
                 return _meeting.plan_of(text)
             except jax.errors.JaxRuntimeError as error:
-                # The first has died, or has gone on to the next meeting.
+                # The first process has died, or has gone on to the next meeting.
                 log.info("meets again, as there was no plan: %s", str(error).splitlines()[0])
 
     def present(self) -> set[int]:
-        """Waits for all living processes; all are told the same ones."""
-        # Those that it waits for live, or are dead soon.
+        """Waits for all living processes; all get the same set."""
+        # The processes that it waits for are alive, or will be found dead soon.
         self.rests()
         living = self._client.get_live_nodes(list(range(self.num_processes)))
         self.is_alive()
         return {*living}
 
     def announce(self) -> None:
-        """Tells the others that this process would like to take part."""
+        """Announces that this process would like to take part."""
         self._set(f"{_WAITING}{self.process_id}", f"{os.getpid()} {time.time_ns()}")
 
     def someone_waits(self) -> bool:
@@ -203,7 +203,7 @@ class Job:
         return bool(self._client.key_value_dir_get(_WAITING))
 
     def end(self, step: int) -> None:
-        """Leaves a note for those who come too late."""
+        """Leaves a note for processes that come too late."""
         self._set(_OVER, str(step))
 
     def ended(self) -> int | None:
@@ -212,14 +212,14 @@ class Job:
         return int(text) if text else None
 
     def is_alive(self) -> None:
-        """Has the process end, with the stacks of its threads, unless it is called again in time.
+        """Ends the process, with the stacks of its threads, unless it is called again in time.
 
-        For a process that hangs in Python: its heartbeats go on, and all others wait for it.
+        It is for a process that hangs in Python: its heartbeats go on, and all others wait for it.
         """
         faulthandler.dump_traceback_later(self._stuck, exit=True)
 
     def rests(self) -> None:
-        """The process may take as long as it likes."""
+        """Lifts that deadline: the process may take as long as it likes."""
         faulthandler.cancel_dump_traceback_later()
 
     def _decided(self, present: set[int], turn: str) -> Plan:
@@ -234,10 +234,10 @@ class Job:
         return plan
 
     def _forget(self, waiting: Mapping[str, str], present: set[int]) -> None:
-        """Nobody waits any more of those that have met, or have died since they said so."""
+        """Removes the announcements of processes that have met, or have died since."""
         for name, said in waiting.items():
             key = f"{_WAITING}{name.rpartition('/')[2]}"
-            # One that has come back in the meantime has said so anew.
+            # A process that has come back in the meantime has announced itself again.
             if int(key.rpartition("/")[2]) in present or self._get(key) == said:
                 self._client.key_value_delete(key)
 

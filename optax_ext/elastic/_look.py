@@ -16,7 +16,7 @@ class Seen(NamedTuple):
     """The same on all workers of a group.
 
     Attributes:
-      meets: whether someone wants to take part or to leave, so that all meet again.
+      meets: whether a process would like to take part or to leave, so that all meet again.
       leaves: ``bool[P]`` in the order of the group, the workers that leave.
       residuals: the sum of the magnitudes of each worker's residual, by process.
     """

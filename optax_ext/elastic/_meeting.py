@@ -1,4 +1,4 @@
-"""Who takes part from now on, and from which state: what one process decides for all."""
+"""Which workers take part from now on, and from which state, as one process decides for all."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 
 class Report(NamedTuple):
-    """What a process says before it meets the others.
+    """The report of a process before it meets the others.
 
     Attributes:
-      model: a digest of what is trained; processes that have another can't take part.
-      versions: of the states that it can go on from, the newest first; none of a process that has
-        just begun. A version is the number of exchanges behind a state.
+      model: a description of the model; processes that have another can't take part.
+      versions: the states that it can go on from, the newest first; empty for a process that has
+        just begun. A version is the number of exchanges before a state.
       steps: the step of each.
-      leaves: whether it has handed its residual over, and goes.
+      leaves: whether it has handed its residual over, and leaves.
       saved: the step of the newest whole checkpoint that it sees; -1 if there is none.
     """
 
@@ -27,17 +27,17 @@ class Report(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What all that have met do next.
+    """What all processes that have met do next.
 
     Attributes:
-      number: of the meeting; no two have the same.
-      members: those that take part, in the order of their numbers.
-      holders: those of them that have the state of ``version``. Where nobody has one, the first of
+      number: the number of the meeting; no two have the same.
+      members: the processes that take part, in the order of their numbers.
+      holders: the members that have the state of ``version``. If there are none, the first of
         the members, whose parameters all others take over.
-      version: the state to go on from, 0 where everything begins.
-      step: that of the state.
-      saved: the step of the checkpoint to begin from; -1 to begin anew, or to go on.
-      lost: those that had a state when they met, and can't go on from it.
+      version: the state to go on from; 0 if everything begins.
+      step: the step of that state.
+      saved: the step of the checkpoint to begin from; -1 to begin without one, or to go on.
+      lost: the processes that had a state when they met, and can't go on from it.
       refused: why a process can't take part, by its number.
     """
 
@@ -52,9 +52,9 @@ class Plan(NamedTuple):
 
 
 def decide(number: int, reports: Mapping[int, Report]) -> Plan:
-    """The plan for processes that have met, by what each has said.
+    """The plan for processes that have met, from their reports.
 
-    Of the versions that all who have a state can go back to, it is the newest. The workers of a
+    It takes the newest version that all processes with a state can go back to. The workers of a
     step that failed are apart by one exchange at most, since none can finish another one before
     all have finished this one, and each keeps the state before its last exchange.
     """
@@ -69,7 +69,7 @@ def decide(number: int, reports: Mapping[int, Report]) -> Plan:
     members = tuple(sorted(reports.keys() - refused.keys() - going))
     have &= {*members}
     common = set.intersection(*({*reports[p].versions} for p in have)) if have else set()
-    # Where one is further behind than a step that failed can leave it, it begins as a new one does.
+    # A process that lags by more than a failed step can explain begins as a new one does.
     version = max(common or {v for p in have for v in reports[p].versions}, default=0)
     holders = tuple(p for p in members if version in reports[p].versions)
     lost = tuple(sorted(have - {*holders}))
@@ -84,7 +84,7 @@ def decide(number: int, reports: Mapping[int, Report]) -> Plan:
 
 
 def written(message: Report | Plan) -> str:
-    """A message as the text that others read."""
+    """A message as text for the others to read."""
     return json.dumps(message._asdict())
 
 

@@ -27,16 +27,16 @@ _WHOLE = PartitionSpec()
 
 
 class Group(NamedTuple):
-    """What the workers of a group run, on its devices.
+    """The programs of the workers of a group, on its devices.
 
     Attributes:
-      order: their processes, as they are on the mesh.
-      mesh: a device of each.
-      specs: of the arrays of the optimizer state.
+      order: their processes, in the order of the mesh.
+      mesh: one device of each.
+      specs: the specs of the arrays of the optimizer state.
       step: ``(params, opt_state, batch) -> (params, opt_state, loss)``.
-      poll: ``u32[P, k] -> u32[P, k]``, the rows of all on every worker.
-      welcome: as :func:`._handover.welcome`, of global arrays.
-      farewell: as :func:`._handover.farewell`.
+      poll: ``u32[P, k] -> u32[P, k]``, the rows of all workers on every worker.
+      welcome: :func:`._handover.welcome` for global arrays.
+      farewell: :func:`._handover.farewell` for global arrays.
     """
 
     order: tuple[int, ...]
@@ -49,7 +49,7 @@ class Group(NamedTuple):
 
 
 class Programs:
-    """The programs of a loss and an optimizer, for whatever group there is."""
+    """The programs of a loss and an optimizer, for any group."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Programs:
         axis: str,
         devices: Sequence[Device],
     ):
-        """``devices`` are those of all processes, those of this one first."""
+        """``devices`` has the devices of all processes, with this process's first."""
         self._loss_fn = loss_fn
         self._tx = tx
         self._axis = axis
@@ -67,11 +67,11 @@ class Programs:
         self._fresh: dict[int, Any] = {}
 
     def state_of(self, size: int, params: Any) -> Any:
-        """The shapes of the state of all of so many workers."""
+        """The shapes of the state of ``size`` workers."""
         return jax.eval_shape(lambda p: init_state(self._tx, p, {self._axis: size}), params)
 
     def fresh(self, size: int, rank: int, params: Any) -> Any:
-        """The state of one worker of so many before its first step, with a leading axis of 1."""
+        """The state of one of ``size`` workers before its first step, with a leading axis of 1."""
         if size not in self._fresh:
             specs = state_specs(self.state_of(size, params))
 
@@ -85,9 +85,10 @@ class Programs:
         return self._fresh[size](params, np.int32(rank))
 
     def load(self, seats: Seats, params: Any, batch: Any) -> Group:
-        """The programs for a group, of which ``batch`` is that of one worker.
+        """The programs for a group, for which ``batch`` is the batch of one worker.
 
-        What has not been compiled for so many workers, and batches of such shapes, is compiled.
+        Programs that have not been compiled for so many workers, and for batches of such shapes,
+        are compiled.
         """
         size, devices = len(seats.order), seats.devices
         key = (
@@ -109,7 +110,7 @@ class Programs:
         return Mesh(np.array(devices), (self._axis,), axis_types=(AxisType.Auto,))
 
     def _compile(self, size: int, params: Any, batch: Any) -> dict[str, Any]:
-        # For whatever devices: those of a group come when it is loaded.
+        # For any devices: the devices of a group come when it is loaded.
         mesh = self._mesh(self._devices[:size])
         whole, own = NamedSharding(mesh, _WHOLE), NamedSharding(mesh, PartitionSpec(self._axis))
         state = self.state_of(size, params)
@@ -125,7 +126,7 @@ class Programs:
         rows = jax.ShapeDtypeStruct((size, POLLED), np.uint32, sharding=own)
         each = jax.ShapeDtypeStruct((size,), np.bool_, sharding=whole)
 
-        # A step that fails leaves what it was given as it is.
+        # A step that fails leaves its arguments as they are.
         step = make_train_step(self._loss_fn, self._tx, mesh, donate=False).jitted
         axis = self._axis
 
@@ -173,7 +174,7 @@ def _kept_or_compiled(lowered: jax.stages.Lowered, devices: Sequence[Device]) ->
         path.parent.mkdir(parents=True, exist_ok=True)
         new = path.with_name(f"{path.name}.{os.getpid()}")
         new.write_bytes(pickle.dumps(program))
-        # A reader finds all of it or nothing.
+        # A reader finds the whole file or nothing.
         new.replace(path)
     return program
 

@@ -1,7 +1,7 @@
-"""Checkpoints of workers that come and go: each writes its own part, beside the next steps.
+"""Checkpoints of workers that come and go: each writes its own part, during the next steps.
 
-Not by orbax: where several processes each write by themselves, it writes NumPy arrays of process 0
-alone (``NumpyHandler``, orbax-checkpoint 0.12.8), and restores zeros for the others.
+This does not use orbax: if several processes each write alone, orbax writes the NumPy arrays of
+process 0 only (``NumpyHandler``, orbax-checkpoint 0.12.8), and restores zeros for the others.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from optax_ext._state._placement import is_spec, state_specs
 
 
 class Saved(NamedTuple):
-    """What a worker takes of a checkpoint.
+    """The part of a checkpoint that a worker takes.
 
     Attributes:
       size: how many workers wrote it.
       params: the parameters.
-      opt_state: the state of those old workers whose part this one takes; None where there are
+      opt_state: the state of the old workers whose parts this one takes; None if there are
         fewer old workers than new ones, and this one takes none.
     """
 
@@ -40,8 +40,8 @@ class Saved(NamedTuple):
 class Saves:
     """The checkpoints in a folder, ``700/0-1-3/3`` for the part of process 3 of three at step 700.
 
-    The part of the first member has what all share, too. A checkpoint is whole when the parts of
-    all its members are there; what is older than the newest whole one is removed.
+    The part of the first member also has the shared values. A checkpoint is whole when the parts of
+    all its members are there; steps that are older than the newest whole one are removed.
     """
 
     def __init__(self, folder: str | Path | None, every: int | None, process_id: int):
@@ -62,13 +62,13 @@ class Saves:
         return self._folder is not None
 
     def is_due(self, step: int) -> bool:
-        """Whether a checkpoint is to be written behind this step."""
+        """Whether a checkpoint is to be written after this step."""
         return self._folder is not None and step % (self._every or 1) == 0
 
     def save(self, step: int, members: tuple[int, ...], params: Any, opt_state: Any) -> None:
-        """Begins to write the part of this process; it is written beside the next steps.
+        """Begins to write the part of this process, which goes on during the next steps.
 
-        The arrays may not change until then.
+        The arrays may not change until it is written.
         """
         own, shared = _split(state_specs(opt_state), opt_state)
         tree = {"own": own}
@@ -79,7 +79,7 @@ class Saves:
         self._writing = self._pool.submit(self._write, step, place, tree)
 
     def wait(self) -> None:
-        """Until what is being written is written; its error, if it has one."""
+        """Waits until the part under way is written; raises its error, if it has one."""
         if self._folder is not None and self._writing is not None:
             self._writing.result()
             self._writing = None
@@ -97,8 +97,8 @@ class Saves:
         """The part of a checkpoint that worker ``rank`` of ``size`` takes.
 
         Args:
-          step: of the checkpoint, which is whole.
-          rank: of the new worker.
+          step: the step of the checkpoint, which is whole.
+          rank: the number of the new worker.
           size: how many new ones there are: this one takes the parts ``rank``, ``rank + size``, ...
           params: parameters, or their shapes.
           state_of: the shapes of the state of so many workers.
@@ -126,7 +126,7 @@ class Saves:
             np.savez(file, **_bytes(tree))
             file.flush()
             os.fsync(file.fileno())
-        # All of it or nothing is there, whenever this process dies.
+        # The whole file is there or nothing is, whenever this process dies.
         new.replace(place)
         newest = self.newest()
         for old in self._folder.iterdir() if self._folder else ():
@@ -146,7 +146,7 @@ class Saves:
             ) from error
 
     def _members(self, step: int) -> tuple[int, ...]:
-        """Those of a whole checkpoint of this step; none if there is none."""
+        """The members of a whole checkpoint of this step; none if there is none."""
         assert self._folder is not None
         whole = []
         # Another process may be removing an old step.
@@ -156,7 +156,7 @@ class Saves:
                 parts = [group / str(process) for process in members]
                 if members and all(part.is_file() for part in parts):
                     whole.append((max(part.stat().st_mtime_ns for part in parts), members))
-        # A step that was taken again is there twice.
+        # A step that was taken again may be there twice: the newest counts.
         return max(whole, default=(0, ()))[1]
 
     def _part(self, step: int, members: tuple[int, ...], process: int) -> Path:
@@ -165,7 +165,7 @@ class Saves:
 
 
 def _bytes(tree: dict[str, dict[str, Any]]) -> dict[str, np.ndarray]:
-    """Arrays by name as bytes, since NumPy's format does not know all types of jax."""
+    """Arrays by name as bytes, since NumPy's format does not have all types of jax."""
     return {
         f"{group}/{name}": np.frombuffer(np.ascontiguousarray(x).tobytes(), np.uint8)
         for group, arrays in tree.items()
@@ -193,9 +193,9 @@ def _values(listed: dict[str, Any]) -> list[Any]:
 
 
 def _split(specs: Any, tree: Any, rows: int = 1) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arrays of one worker, by their number, and those that all share.
+    """The arrays of one worker, by their number, and the arrays that all share.
 
-    Of shapes with so many rows those of one.
+    For shapes with several ``rows`` it gives the shapes of one row.
     """
     flat = list(zip(jax.tree.leaves(specs, is_leaf=is_spec), jax.tree.leaves(tree), strict=True))
 

@@ -1,4 +1,4 @@
-"""Where the workers of a group are on its mesh, and what each has of its arrays."""
+"""The places of a group's workers on its mesh, and each worker's part of its arrays."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Seats(NamedTuple):
     """The workers along the axis of a mesh.
 
     Attributes:
-      order: their processes.
-      devices: one of each.
+      order: the numbers of their processes.
+      devices: one device of each.
     """
 
     order: tuple[int, ...]
@@ -26,10 +26,10 @@ class Seats(NamedTuple):
 
 
 def seats(plan: Plan, devices_of: Callable[[int], Sequence[Device]]) -> Seats:
-    """Those of a plan: each meeting has others, until all have been used.
+    """The seats for a plan: each meeting has others, until all have been used.
 
-    XLA keeps a group of CPU devices for ever, by the devices in their order, and one that broke
-    stays broken.
+    XLA keeps a group of CPU devices indefinitely, by the devices in their order, and one that
+    broke stays broken.
     """
     size = len(plan.members)
     each = len(devices_of(plan.members[0]))
@@ -43,14 +43,14 @@ def seats(plan: Plan, devices_of: Callable[[int], Sequence[Device]]) -> Seats:
 
 
 def own(tree: Any) -> Any:
-    """What this process has of global arrays."""
+    """This process's part of global arrays."""
     return jax.tree.map(lambda x: x.addressable_shards[0].data, tree)
 
 
 def placed(tree: Any, specs: Any, mesh: Mesh) -> Any:
-    """Global arrays, of which this process gives its part.
+    """Global arrays from the part of this process.
 
-    Without a word to the others, who may be gone: ``jax.device_put`` would ask them.
+    It does not communicate with the others, who may be gone, as ``jax.device_put`` would.
     """
     (device,) = mesh.local_devices
     size = mesh.devices.size

@@ -38,13 +38,13 @@ class Turn(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """A worker that went without a goodbye.
+    """A worker that ended without handing its residual over.
 
     Attributes:
       process_id: its number in the job.
-      step: the step that was to be taken when it was missed.
-      waited: the sum of the magnitudes of its residual when all last looked (``check_every``),
-        which nobody has any more; NaN before the first time.
+      step: the step at which the others went on without it.
+      waited: the sum of the magnitudes of its residual at the last check (``check_every``), which
+        is lost; NaN before the first check.
     """
 
     process_id: int
@@ -53,42 +53,41 @@ class Lost(NamedTuple):
 
 
 class Training:
-    """Trains with the workers that are there, through deaths, hangs and returns.
+    """Trains with the workers that are present, through deaths, hangs and returns.
 
-    When a worker dies in a step, the others take that step again without it, from the state that
-    all of them have, in which nothing of the failed step is. One that comes back under its number
-    gets the parameters and all that is shared, to the bit, the mean of the second moments, and an
-    empty residual. One that says goodbye (``leave``) has its residual dealt out to the others, and
-    the last ones that leave write a checkpoint. One that dies takes its residual along, and
-    ``lost`` says how much that was. All living workers have the same parameters, to the bit, which
-    is checked every ``check_every`` steps.
+    When a worker dies in a step, the others repeat that step without it, from the state before the
+    step. A worker that returns under its number gets the parameters and the shared state, to the
+    bit, the mean of the second moments, and an empty residual. A worker that leaves (``leave``)
+    hands its residual over to the others, and the last workers that leave write a checkpoint. The
+    residual of a worker that dies is lost, and ``lost`` says how large it was. All living workers
+    have the same parameters, to the bit, which is checked every ``check_every`` exchanges.
 
     Args:
-      job: of :func:`connect`.
-      loss_fn: as of :func:`optax_ext.make_train_step`.
-      tx: as of :func:`optax_ext.make_train_step`, with parameters that are whole on each worker.
-      params: parameters before the first step. All workers begin with those of the first.
-      batch_of: ``batch_of(turn) -> batch``, the part of this worker of the batch of a
-        :class:`Turn`: arrays whose shapes may depend on ``turn.size`` alone. It is asked anew
-        where a step is taken again.
+      job: the result of :func:`connect`.
+      loss_fn: as in :func:`optax_ext.make_train_step`.
+      tx: as in :func:`optax_ext.make_train_step`, with parameters that are whole on each worker.
+      params: parameters before the first step. All workers begin with the first worker's.
+      batch_of: ``batch_of(turn) -> batch`` returns this worker's part of the batch of a
+        :class:`Turn`: arrays whose shapes depend on ``turn.size`` alone. It is called again when a
+        step is repeated.
       axis: the axis of ``tx``.
-      check_every: so many exchanges after another all look for those who would like to take part,
-        and whether their parameters are the same.
-      folder: of checkpoints, which every process can read and write. A training that begins goes
-        on from the newest whole one there, which any number of workers may have written.
+      check_every: exchanges from one check to the next. A check compares the parameters, and lets
+        workers in and out.
+      folder: a folder of checkpoints, which every process can read and write. A training begins
+        from the newest whole checkpoint, which any number of workers may have written.
       save_every: steps from one checkpoint to the next.
-      min_workers: with fewer no step is taken, and those that are there wait.
-      leave_on: signals at which this worker hands its residual over, and leaves, such as
+      min_workers: with fewer workers no step is taken, and the ones that are present wait.
+      leave_on: signals on which this worker hands its residual over and leaves, such as
         ``signal.SIGTERM``.
       give_up: seconds without a step after which it is an error.
 
     Raises:
-      ValueError: ``tx`` keeps what can't be handed over, such as ``local_steps``; ``save_every``
-        without a folder.
+      ValueError: ``tx`` has a state that cannot be handed over, such as ``local_steps``;
+        ``save_every`` without a folder.
 
-    Cost: parameters and optimizer state a second time, as a failed step must not have changed
-    them; a program compiled for each number of workers; at a return three numbers a parameter for
-    each worker.
+    Cost: a second copy of parameters and optimizer state, because a failed step must not have
+    changed them; a program compiled for each number of workers; three numbers per parameter and
+    worker when a worker returns.
     """
 
     def __init__(
@@ -156,7 +155,7 @@ class Training:
 
     @property
     def params(self) -> Any:
-        """Parameters behind the last step, as arrays of this process."""
+        """Parameters after the last step, as arrays of this process."""
         return _seats.own(self._now.params) if self._now else self._initial
 
     @property
@@ -182,8 +181,8 @@ class Training:
         """Trains until so many steps have been taken in all.
 
         Yields:
-          ``(step, loss)`` behind each step that this worker takes part in: the number of steps, and
-          the loss as of :func:`optax_ext.make_train_step`. It ends early where this worker leaves.
+          ``(step, loss)`` after each step that this worker takes part in: the number of steps, and
+          the loss as in :func:`optax_ext.make_train_step`. It ends early if this worker leaves.
 
         Raises:
           RuntimeError: this process can't take part; parameters of workers differ; a step fails
@@ -233,7 +232,7 @@ class Training:
                     f"step {self.step} has failed {self._failures} times with the same workers, "
                     f"{self.members}."
                 ) from error
-        # Also where all have taken the step, and it was the look behind it that failed.
+        # Also if all have taken the step, and the check after it failed.
         return loss
 
     def _take(self, group: Group, now: Held, batch: Any) -> jax.Array:
@@ -244,7 +243,7 @@ class Training:
         self._exchanged = _checks.exchanges(now.opt_state, self._every)
         version = now.version + self._exchanged
         if self._exchanged:
-            # Nobody is further behind: all have begun this exchange, and so finished the last one.
+            # Older states are not needed: all have begun this exchange, so finished the last one.
             self._before = now
         self._now = Held(version, now.step + 1, params, opt_state)
         self._failures = 0
@@ -319,7 +318,7 @@ class Training:
             self._job.announce()
             return
         gone = {*self.members} - {*plan.members} - self._goodbyes | {*plan.lost}
-        # What is held until the new group is complete is that of the old one.
+        # Until the new group is complete, this worker keeps the state of the old one.
         from_version = next((x for x in held if x.version == plan.version), None)
         if me not in plan.holders:
             from_version = None
@@ -349,7 +348,7 @@ class Training:
         log.warning("step %d, workers %s", plan.step, plan.members)
 
 
-# What a collective raises when one of the others is gone: the second where it fails at once.
+# A collective raises the first if another worker is gone, and the second if it fails at once.
 _FAILURES = (jax.errors.JaxRuntimeError, ValueError)
 _STATUS = re.compile(
     "(ABORTED|CANCELLED|DEADLINE_EXCEEDED|FAILED_PRECONDITION|INTERNAL|UNAVAILABLE|UNKNOWN): "
@@ -357,5 +356,5 @@ _STATUS = re.compile(
 
 
 def _is_of_others(error: Exception) -> bool:
-    """Whether it may come from another worker, and not from this one."""
+    """Whether the error may come from another worker, and not from this one."""
     return isinstance(error, jax.errors.JaxRuntimeError) or bool(_STATUS.match(str(error)))

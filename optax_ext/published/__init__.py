@@ -1,7 +1,7 @@
-"""Systems of the papers: those that differ from :func:`optax_ext.topk_a` by more than a selector.
+"""Systems from papers that differ from :func:`optax_ext.topk_a` by more than a selector.
 
-They are compositions of what the library has anyway, here by the papers' names so that they can be
-run and compared with. docs/selectors.md lists which paper's system is which.
+They are compositions of the library's parts, under the names of the papers, to run them and to
+compare with them. docs/selectors.md lists which paper's system is which.
 """
 
 from optax_ext.published._rounds import diloco, sparse_loco, streaming_diloco

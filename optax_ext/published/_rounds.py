@@ -1,4 +1,4 @@
-"""Those that exchange after a round of local steps."""
+"""Systems that exchange after a round of local steps."""
 
 import optax
 
@@ -19,22 +19,22 @@ def diloco(
     nesterov: bool = True,
     buckets: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """DiLoCo: rounds of local steps, and Nesterov's momentum for the mean of what they moved.
+    """DiLoCo: rounds of local steps, and Nesterov's momentum for the mean of their changes.
 
     With its defaults an outer gradient moves the parameters by 1.33 times itself at once and by
-    7 times in the end, 0.7 / (1 - 0.9): it is made for hundreds of steps in a round, and hurts
-    where rounds are short. With ``momentum=0.0`` and ``outer_rate=1.0`` the workers are averaged
+    7 times in the end, 0.7 / (1 - 0.9). It is made for hundreds of steps in a round, and hurts
+    when rounds are short. With ``momentum=0.0`` and ``outer_rate=1.0`` the workers are averaged
     (local SGD). With ``inner=optax.contrib.muon(...)`` it is MuLoCo, whose momentum is 0.8 to 0.6.
 
     Args:
       inner: the optimizer of each worker, such as ``optax.adamw(4e-4)``.
       axis: the mesh axis (or a tuple of them) of the workers.
       every: H, steps in a round; 500 in the paper.
-      outer_rate: of the outer optimizer, or a schedule of rounds.
-      momentum: of the outer optimizer.
+      outer_rate: the learning rate of the outer optimizer, or a schedule of rounds.
+      momentum: the momentum of the outer optimizer.
       nesterov: whether that is Nesterov's.
-      buckets: into how many sums the leaves are joined, as in :func:`optax_ext.dense`: 1 where a
-        message takes long. None: each leaf by itself, for parameters that are sharded in a worker.
+      buckets: into how many sums the leaves are joined, as in :func:`optax_ext.dense`: 1 if a
+        message takes long. None: each leaf alone, for parameters that are sharded in a worker.
 
     Returns:
       A whole optimizer, an ``optax.GradientTransformationExtraArgs``; see
@@ -67,21 +67,21 @@ def streaming_diloco(
 ) -> optax.GradientTransformationExtraArgs:
     """Streaming DiLoCo: fragments of the parameters in turn, whose updates arrive late.
 
-    The words of a round are those of :func:`diloco`, in as many messages as there are fragments,
-    so that a link needs less for its peak. Fragments are runs of leaves in the order of the tree;
-    the paper strides them over layers.
+    The words of a round are the same as for :func:`diloco`, in as many messages as there are
+    fragments, so a link needs a lower peak bandwidth. Fragments are runs of leaves in the order of
+    the tree; the paper strides them over layers.
 
     Args:
-      inner: as of :func:`diloco`, and so all that is not here.
+      inner: the optimizer of each worker.
       axis: the mesh axis of the workers.
       every: H, steps in a round; a multiple of the fragments.
-      fragments: groups of leaves.
+      fragments: the number of groups of leaves.
       delay: tau, steps after which an outer update arrives, less than H / F.
       mixing: alpha, the share of its own parameters that a worker goes on with.
-      outer_rate: of the outer optimizer.
-      momentum: of the outer optimizer.
+      outer_rate: the learning rate of the outer optimizer, or a schedule of rounds.
+      momentum: the momentum of the outer optimizer.
       nesterov: whether that is Nesterov's.
-      buckets: of each fragment.
+      buckets: into how many sums the leaves of each fragment are joined, as for :func:`diloco`.
 
     Returns:
       A whole optimizer, as :func:`diloco`.
@@ -108,21 +108,21 @@ def sparse_loco(
     selector: Selector | None = None,
     codec: Codec | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """SparseLoCo: rounds of local steps, and of what they moved the largest entries of each chunk.
+    """SparseLoCo: rounds of local steps, which exchange the largest changes of each chunk.
 
-    There is no outer momentum: the residual, which decays, has its place. An update is the sum of
-    all selections over P, as the mean of DiLoCo. In the paper the values have two bits:
+    There is no outer momentum: the residual, which decays, takes its role. An update is the sum of
+    all selections over P, like the mean of DiLoCo. In the paper the values have 2 bits:
     ``codec=sparse_collectives.wire.two_bits()``.
 
     Args:
-      inner: as of :func:`diloco`, and so all that is not here.
+      inner: the optimizer of each worker.
       density: k / n of each worker's selection, in (0, 1]; 1 to 3 % in the paper.
       axis: the mesh axis of the workers.
       every: H, steps in a round; 15 to 250 in the paper.
-      decay: of the residual at each round.
-      outer_rate: of the outer SGD.
+      decay: the decay of the residual at each round.
+      outer_rate: the learning rate of the outer SGD, or a schedule of rounds.
       selector: by default ``select.bucketed(density=density, bucket=4096)``.
-      codec: of the values; see :func:`sparse_collectives.allreduce.topk_a`.
+      codec: the encoding of values; see :func:`sparse_collectives.allreduce.topk_a`.
 
     Returns:
       A whole optimizer, as :func:`diloco`.
@@ -153,6 +153,6 @@ def _dense_outer(
     nesterov: bool,
     buckets: int | None,
 ) -> optax.GradientTransformation:
-    # Of a momentum of 0 optax would keep a trace of n entries all the same.
+    # With a momentum of 0 optax would still keep a trace of n entries.
     sgd = optax.sgd(rate, momentum or None, nesterov and bool(momentum))
     return optax.chain(dense(axis=axis, buckets=buckets), sgd)

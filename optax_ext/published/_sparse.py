@@ -1,4 +1,4 @@
-"""Those that exchange at every step."""
+"""Systems that exchange at every step."""
 
 from typing import Unpack
 
@@ -52,7 +52,7 @@ def topk_dsa(
     slack: float = 1.25,
     **options: Unpack[SparseOptions],
 ) -> optax.GradientTransformationExtraArgs:
-    """TopkDSA: SparCML's dynamic sparse allreduce, which turns dense where that is shorter.
+    """TopkDSA: SparCML's dynamic sparse allreduce, which turns dense if that is shorter.
 
     Args:
       density: k / n of each worker's selection, in (0, 1].
@@ -89,23 +89,24 @@ def quantized_topk(
 ) -> optax.GradientTransformationExtraArgs:
     """SparCML's quantized top-k SGD: :func:`topk_dsa` with QSGD values.
 
-    As in its Algorithm 1 the residual is ``acc - TopK(acc)``: what rounding takes off, with a
-    mean of 0, is kept by nobody, and total and residuals do not add up to the accumulators.
+    As in its Algorithm 1 the residual is ``acc - TopK(acc)``. No worker keeps the rounding error,
+    whose mean is 0, so total and residuals do not add up to the accumulators.
 
-    Deviation: the algorithm accumulates ``eps + alpha * gradient``. Here gradients are accumulated
-    and alpha is the rate of the optimizer behind, which is the same while it is constant;
-    ``local=optax.scale_by_schedule(...)`` of ``-alpha``, and nothing behind, is the algorithm's.
+    Deviation: the algorithm accumulates ``eps + alpha * gradient``. Here gradients are accumulated,
+    and alpha is the learning rate of the optimizer that follows, which is equivalent while it
+    is constant. For the form of the algorithm, use ``local=optax.scale_by_schedule(...)`` of
+    ``-alpha``, with no optimizer after it.
 
     Args:
       density: k / n of each worker's selection, in (0, 1]; 8 / 512 for 8 of each 512.
       axis: the mesh axis (or a tuple of them) of the data-parallel workers.
-      bits: of a value; see :func:`sparse_collectives.wire.qsgd`.
-      bucket: values that share a scale.
+      bits: the bits of a value; see :func:`sparse_collectives.wire.qsgd`.
+      bucket: how many values share a scale.
       dense_only: whether only sums that go dense are quantized, and pairs are exact, as
         section 6 says of SparCML in practice.
-      feedback: whether the residuals keep what rounding takes off, so that nothing is lost.
+      feedback: whether the residuals keep the rounding error, so that nothing is lost.
         Use 4 or 8 bits with it: with 2 it diverges.
-      selector: by default ``select.bucketed(density=density, bucket=512)``, as section 8 has it.
+      selector: by default ``select.bucketed(density=density, bucket=512)``, as in section 8.
       slack: see :func:`topk_dsa`.
       **options: see :func:`sparse_allreduce`.
 
@@ -141,7 +142,7 @@ def hitopk(
 
     Args:
       density: k / n of the selection of each shard, in (0, 1].
-      axis: the mesh axes of all workers, those of ``inner_axis`` among them.
+      axis: the mesh axes of all workers, with the axes of ``inner_axis`` among them.
       inner_axis: the mesh axis of the workers of a node.
       **options: see :func:`sparse_allreduce`.
 

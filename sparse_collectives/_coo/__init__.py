@@ -1,6 +1,6 @@
-"""Bits, bit sets, compaction and the largest: how a padded COO buffer is made from n entries."""
+"""Bits, bit sets, compaction and the k largest, from which a padded COO buffer is made."""
 
 from sparse_collectives._coo._bits import all_below
 
-# What `optax_ext` uses besides.
+# The part that `optax_ext` uses.
 __all__ = ["all_below"]

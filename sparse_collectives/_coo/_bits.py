@@ -1,10 +1,9 @@
-"""Magnitudes as integers, masks and short codes in words: the bits that all else is built on.
+"""Magnitudes as integers, and masks and short codes packed into words.
 
 The bit pattern of a non-negative IEEE number, read as an integer, is ordered
-like the number itself. Comparing patterns costs what comparing floats costs,
-treats subnormals exactly where a CPU would flush them to zero, and puts NaN
-above infinity, so that a NaN is selected and seen instead of hiding in a
-residual for ever.
+like the number. Comparing patterns costs as much as comparing floats. It treats
+subnormals exactly, which a CPU may flush to zero, and it orders NaN above infinity,
+so that a NaN is selected and seen instead of staying in a residual indefinitely.
 """
 
 import functools
@@ -17,7 +16,7 @@ import numpy as np
 from jax import lax
 
 MAGNITUDE_BITS = 31
-# The pattern of infinity: finite magnitudes are below it, NaN above.
+# The pattern of infinity: finite magnitudes are below it, and NaN is above.
 INFINITY_BITS = 0x7F800000
 _MAGNITUDE_MASK = np.int32(0x7FFFFFFF)
 
@@ -25,7 +24,7 @@ _MAGNITUDE_MASK = np.int32(0x7FFFFFFF)
 def magnitude_bits(x: jax.Array) -> jax.Array:
     """The bit pattern of ``|x|`` as ``i32``; bfloat16 and float16 are widened."""
     if x.dtype == jnp.bfloat16:
-        # Its bits are the upper half: a conversion may flush subnormals.
+        # A bfloat16 is the upper half of a float32; a conversion may flush subnormals.
         upper = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.int32) << 16
         return upper & _MAGNITUDE_MASK
     return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) & _MAGNITUDE_MASK
@@ -37,9 +36,9 @@ def magnitude_from_bits(bits: jax.Array) -> jax.Array:
 
 
 def pack_mask(mask: jax.Array) -> jax.Array:
-    """``bool[32 * w]`` to ``u32[w]``; bit b of word i is entry ``32 i + b``."""
-    # Two minor dimensions: XLA's CPU backend then vectorises the reduction and
-    # the pass over n runs at the speed of memory (twice that of one dimension).
+    """Packs ``bool[32 * w]`` into ``u32[w]``; bit b of word i is entry ``32 i + b``."""
+    # With two minor dimensions XLA's CPU backend vectorizes the reduction, and the pass over n
+    # runs at memory speed, twice as fast as with one dimension.
     weights = (jnp.uint32(1) << jnp.arange(32, dtype=jnp.uint32)).reshape(4, 8)
     blocks = mask.reshape(-1, 4, 8)
     zero = jnp.uint32(0)
@@ -52,7 +51,7 @@ def mask_words(mask_of, size: int) -> jax.Array:
     Args:
       mask_of: ``mask_of(start, stop) -> bool[stop - start]``, called for the part
         that fills whole words and for the rest, so that no n-sized buffer is
-        padded (that would be a copy of it).
+        padded, which would copy it.
       size: the number of entries, n >= 1.
     """
     main = size // 32 * 32
@@ -69,7 +68,7 @@ def mask_by_magnitude(acc: jax.Array, predicate: Callable[[jax.Array], jax.Array
 
     Args:
       acc: ``f[n]``.
-      predicate: from the bits of magnitudes, ``i32[m]``, to ``bool[m]``.
+      predicate: maps the bits of magnitudes, ``i32[m]``, to ``bool[m]``.
 
     Cost: one pass over n entries.
     """
@@ -79,11 +78,11 @@ def mask_by_magnitude(acc: jax.Array, predicate: Callable[[jax.Array], jax.Array
 def all_below(*pairs: tuple[jax.Array, float]) -> jax.Array:
     """Whether all magnitudes of each array ``f[..., n]`` are below its bound, ``bool[]``.
 
-    Below infinity is what is finite. All arrays are of one size.
+    With infinity as the bound, all entries are finite. All arrays have one size.
 
-    Cost: one pass for all of them, packed like the mask of a selection. On a CPU that takes half of
-    what ``jnp.all`` takes, which writes a byte for each entry; on a GPU a selection from the same
-    array takes it along.
+    Cost: one pass for all of them, packed like the mask of a selection. On a CPU this takes half
+    the time of ``jnp.all``, which writes a byte for each entry. On a GPU it is part of the pass of
+    a selection from the same array.
     """
     size = pairs[0][0].size
     flat = [(x.reshape(-1), bound) for x, bound in pairs]
@@ -103,8 +102,8 @@ def popcount(words: jax.Array) -> jax.Array:
 def select_bit(words: jax.Array, rank: jax.Array) -> jax.Array:
     """The position (0 to 31) of the set bit number ``rank`` (from 0) of each word.
 
-    By halving: five steps of a popcount, no table and no loop over bits. Where a
-    word has fewer set bits the result is in 0..31 and means nothing.
+    It halves the word five times by a popcount, without a table or a loop over bits. If a
+    word has fewer set bits, the result is in 0..31 and has no meaning.
     """
     position = jnp.zeros_like(rank)
     for width in (16, 8, 4, 2, 1):
@@ -118,7 +117,7 @@ def select_bit(words: jax.Array, rank: jax.Array) -> jax.Array:
 
 
 def pack(codes: jax.Array, bits: int) -> jax.Array:
-    """``i32[..., m]`` in [0, 2**bits) to ``i32[..., ceil(m * bits / 32)]``.
+    """Packs ``i32[..., m]`` in [0, 2**bits) into ``i32[..., ceil(m / (32 // bits))]``.
 
     The first code is in the lowest bits. Missing codes of the last word are 0.
     """
@@ -131,7 +130,7 @@ def pack(codes: jax.Array, bits: int) -> jax.Array:
 
 
 def unpack(words: jax.Array, bits: int) -> jax.Array:
-    """``i32[..., w]`` to ``i32[..., w * 32 // bits]``, the inverse of :func:`pack`."""
+    """Unpacks ``i32[..., w]`` to ``i32[..., w * (32 // bits)]``, the inverse of :func:`pack`."""
     each = 32 // bits
     codes = lax.bitcast_convert_type(words, jnp.uint32)[..., None]
     codes = codes >> _shifts(codes.ndim, bits)
@@ -140,13 +139,13 @@ def unpack(words: jax.Array, bits: int) -> jax.Array:
 
 
 def _shifts(ndim: int, bits: int) -> jax.Array:
-    """Where the codes of a word begin, ``u32[1, ..., 32 // bits]``."""
+    """The first bit of each code in a word, ``u32[1, ..., 32 // bits]``."""
     shifts = bits * jnp.arange(32 // bits, dtype=jnp.uint32)
     return lax.expand_dims(shifts, range(ndim - 1))
 
 
 def pad_to(x: jax.Array, multiple: int, fill: int | float = 0) -> jax.Array:
-    """``x`` with its last axis filled up to a multiple."""
+    """``x`` with its last axis padded to a multiple of ``multiple``."""
     missing = -x.shape[-1] % multiple
     if not missing:
         return x

@@ -38,7 +38,7 @@ def _bit(indices: jax.Array) -> jax.Array:
 
 
 def of_unique(indices: jax.Array, size: int) -> jax.Array:
-    """The set of unique ``indices``, of which ``size`` is padding."""
+    """The set of unique ``indices``; ``size`` marks padding."""
     # A sum is an OR as long as no bit is added twice.
     bits = jnp.where(indices < size, _bit(indices), jnp.uint32(0))
     return empty(size).at[indices >> 5].add(bits, mode="drop")
@@ -51,7 +51,7 @@ def contains(words: jax.Array, indices: jax.Array) -> jax.Array:
 
 
 def insert(words: jax.Array, indices: jax.Array, size: int) -> jax.Array:
-    """The set with ``indices`` added; they are unique, ``size`` is padding."""
+    """The set with ``indices`` added; they are unique, and ``size`` marks padding."""
     # A sum is an OR as long as no bit is added twice: unique indices, and only
     # those that are not members yet.
     new = (indices < size) & ~contains(words, indices)

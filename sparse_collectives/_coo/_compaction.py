@@ -17,7 +17,7 @@ from sparse_collectives._coo._running import running_sum
 from sparse_collectives._data import PaddedCOO, take
 from sparse_collectives._platform import by_platform, places
 
-# Fewer slots than this share of the words are found by binary search.
+# With fewer slots than 1/16 of the words, a binary search finds the word of each slot.
 _SLOTS_PER_WORD = 16
 
 
@@ -29,11 +29,11 @@ def set_positions(
     Args:
       words: ``u32[ceil(size / 32)]``.
       capacity: the number of slots.
-      size: what to write in the slots that stay empty.
+      size: the value of the slots that stay empty.
       turn: an integer, ``[]``. With more set bits than slots, some must wait: by
         default the last ones. With ``turn`` (a step count) the slots take a window
-        of consecutive set bits that starts at another place at each turn
-        (:func:`windowed_rank`), so that no index waits for ever.
+        of consecutive set bits that starts at a different place at each turn
+        (:func:`windowed_rank`), so that no index waits indefinitely.
 
     Returns:
       ``(i32[capacity], i32[])``: the positions, and the number of set bits, which
@@ -61,7 +61,7 @@ def _by_slot(
     capacity: int,
     size: int,
 ) -> jax.Array:
-    """Each slot finds its word and its bit: work for the slots and the words alone."""
+    """Each slot finds its word and its bit; the work is over slots and words alone."""
     slot = jnp.arange(capacity, dtype=jnp.int32)
     rank = jnp.where(slot < wrapped, slot, start + slot - wrapped)
     if capacity < words.shape[0] // _SLOTS_PER_WORD:
@@ -88,7 +88,7 @@ def _by_position(
     rank = (inclusive - _bits.popcount(words))[:, None] + below
     slot = slot_of_rank(rank, start, wrapped, capacity)
     position = jnp.arange(words.shape[0] * 32, dtype=jnp.int32).reshape(-1, 32)
-    # Unsigned: else jax asks of each index whether it counts from the end.
+    # Unsigned, because jax tests for each signed index whether it counts from the end.
     slot = jnp.where(is_set == 1, slot, capacity).astype(jnp.uint32)
     empty = jnp.full((capacity,), size, jnp.int32)
     return empty.at[slot.reshape(-1)].set(position.reshape(-1), mode="drop")
@@ -97,14 +97,14 @@ def _by_position(
 def _word_of_slot(
     inclusive: jax.Array, capacity: int, start: jax.Array, wrapped: jax.Array
 ) -> jax.Array:
-    """The word of each slot: how many words end before it.
+    """The word of each slot, which is the number of words that end before the slot.
 
-    Each word is counted at the first slot behind its last bit, and a running sum is cheaper than
+    Each word is counted at the first slot after its last bit. A running sum is cheaper than
     the running maximum of marks.
     """
     behind = wrapped + jnp.maximum(inclusive - start, 0)
     ends = jnp.where(inclusive < wrapped, inclusive, behind)
-    # All that end in one slot are counted there.
+    # All words that end in one slot are counted there.
     marks = jnp.zeros((capacity,), jnp.int32).at[ends.astype(jnp.uint32)].add(1, mode="drop")
     return running_sum(marks)
 
@@ -112,7 +112,7 @@ def _word_of_slot(
 def nth_position(words: jax.Array, rank: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The position of the set bit number ``rank`` (from 0), and the number of bits.
 
-    Where there are not so many the position means nothing.
+    If there are fewer set bits, the position has no meaning.
     """
     inclusive = running_sum(_bits.popcount(words))
     word = places(inclusive, rank, side="right")
@@ -128,27 +128,27 @@ def _position_in_word(
 
 
 def windowed_rank(slot: jax.Array, count: jax.Array, capacity: int, turn: jax.Array) -> jax.Array:
-    """Which of ``count`` entries each slot takes when only ``capacity`` fit.
+    """The entry, out of ``count``, that each slot takes if only ``capacity`` fit.
 
-    A window of consecutive entries, modulo ``count``, in ascending order. With
-    ``count <= capacity`` slot j takes entry j.
+    The slots take a window of consecutive entries, modulo ``count``, in ascending order.
+    With ``count <= capacity`` slot j takes entry j.
 
-    The window starts at a hash of the turn. So an entry is in it with probability
-    ``capacity / count`` at each turn, whatever happened before: it waits for ``m`` turns
+    The window starts at a hash of the turn. Therefore an entry is in it with probability
+    ``capacity / count`` at each turn, whatever happened before. It waits for ``m`` turns
     with probability ``(1 - capacity / count)**m``, and gets its slot at turn number
-    ``count / capacity`` in the mean. No other rule that looks at turns and counts alone
-    promises more. A window that moves on by its own length serves entries that stay the
-    same sooner (at turn ``ceil(count / capacity)`` at the latest), but never serves an
-    entry whose rank keeps out of its way, as it may in data with a period. The hash is no
-    secret: who computes it and chooses the other entries by it can keep an entry waiting.
+    ``count / capacity`` on average. No other rule that depends on turns and counts alone
+    guarantees more. A window that moves on by its own length serves a constant set of entries
+    sooner (at turn ``ceil(count / capacity)`` at the latest), but may never serve an entry
+    whose rank keeps out of its way, as can happen in periodic data. The hash is not secret: an
+    adversary that computes it and chooses the other entries by it can keep an entry waiting.
 
     Args:
       slot: ``i32[..., capacity]``, 0 to capacity - 1.
       count: ``i32[...]``, broadcastable to ``slot``.
       capacity: static number of slots.
-      turn: an integer, ``[]``; places that an entry passes one after the other at the
-        same step need different ones, or a start that serves it in one might never
-        serve it in the next.
+      turn: an integer, ``[]``. Several places that an entry passes in one step need different
+        turns; otherwise a start that serves it at one place might never serve it at the
+        next.
     """
     start, wrapped = window(count, capacity, turn)
     return jnp.where(slot < wrapped, slot, start + slot - wrapped)
@@ -159,28 +159,28 @@ def slot_of_rank(rank: jax.Array, start: jax.Array, wrapped: jax.Array, capacity
 
     Args:
       rank: ``i32[...]``.
-      start: of the window, from :func:`window`, broadcastable to it.
-      wrapped: the same.
-      capacity: number of slots.
+      start: the start of the window, from :func:`window`, broadcastable to ``rank``.
+      wrapped: the number of its entries that wrap around, from :func:`window`, likewise.
+      capacity: the number of slots.
     """
     slot = jnp.where(rank < wrapped, rank, rank - start + wrapped)
     return jnp.where(((rank < wrapped) | (rank >= start)) & (slot < capacity), slot, capacity)
 
 
 def window(count: jax.Array, capacity: int, turn: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Where the window starts, and how many of its entries came around to the front."""
+    """The start of the window, and how many of its entries wrap around to the front."""
     crowded = count > capacity
     start = jnp.where(crowded, _hash.below(turn, count), 0)
     return start, jnp.where(crowded, jnp.maximum(start - (count - capacity), 0), 0)
 
 
 def bounded(coo: PaddedCOO, capacity: int, turn: jax.Array) -> tuple[PaddedCOO, PaddedCOO]:
-    """The entries that fit ``capacity`` slots, and those that are left.
+    """The entries that fit ``capacity`` slots, and the other entries.
 
     Args:
       coo: ascending, padding last, c slots.
       capacity: slots; with c or more everything fits, and nothing is computed.
-      turn: ``u32[]``, from :func:`._reduce.turn`: which entries are left changes from step to step.
+      turn: ``u32[]``, from :func:`._reduce.turn`; it varies from step to step which entries fit.
 
     Returns:
       Two PaddedCOOs, of ``min(c, capacity)`` and of ``max(0, c - capacity)`` slots.
@@ -191,7 +191,7 @@ def bounded(coo: PaddedCOO, capacity: int, turn: jax.Array) -> tuple[PaddedCOO, 
     slot = jnp.arange(capacity, dtype=jnp.int32)
     rank = windowed_rank(slot, count, capacity, turn)
     source = jnp.where(slot < count, rank, coo.capacity)
-    # What is left lies before and after the window, or between its two parts.
+    # The other entries lie before and after the window, or between its two parts.
     wrapped = jnp.sum(rank == slot, dtype=jnp.int32)
     place = jnp.arange(coo.capacity - capacity, dtype=jnp.int32)
     around = jnp.where(place < rank[0], place, place + capacity)
@@ -216,7 +216,7 @@ def compact(
         (:func:`sparse_collectives._coo._bits.magnitude_bits`). Zeros are never taken.
       capacity: static number of slots of the result.
       tie_cutoff: ``i32[]``; entries exactly at the threshold are taken only below
-        this index. By default all are.
+        this index. By default all are taken.
       turn: see :func:`set_positions`.
 
     Returns:
@@ -250,15 +250,15 @@ def compact_mask(coo: PaddedCOO, mask: jax.Array, *, capacity: int) -> tuple[Pad
     Returns:
       The PaddedCOO, and ``i32[]``, the number of slots where ``mask`` holds.
     """
-    # A running sum over the slots: with this many of them set it beats finding each by rank.
+    # With this many set slots a running sum beats finding each of them by its rank.
     rank = running_sum(mask)
     return to_slots(coo, jnp.where(mask, rank - 1, capacity), capacity=capacity), rank[-1]
 
 
 def to_slots(coo: PaddedCOO, slot: jax.Array, *, capacity: int) -> PaddedCOO:
-    """The entries of ``coo [c]`` in ``slot i32[c]``: those that have one, each its own."""
+    """Moves entries of ``coo [c]`` to ``slot i32[c]``, each to its own; the others are dropped."""
     source = jnp.full((capacity,), coo.capacity, jnp.int32)
-    # Numbers are scattered, once, and not values and indices.
+    # One scatter of slot numbers, instead of one of values and one of indices.
     source = source.at[slot].set(jnp.arange(coo.capacity, dtype=jnp.int32), mode="drop")
     return take(coo, source)
 
@@ -270,7 +270,7 @@ def compact_indices(
 
     Args:
       x: ``f[n]``.
-      indices: ``i32[s]``, n where there is none.
+      indices: ``i32[s]``; n marks an empty slot.
       capacity: slots of the result; later entries that do not fit are left out.
 
     Returns:

@@ -2,9 +2,9 @@
 
 A strided sample gives a magnitude that a little more than k entries reach with
 near certainty; these are compacted in one pass, and the exact k-th is found
-among them by interpolation between bit patterns. Where the sample misled (the
-count shows it) a bisection over the 31 bits of the magnitude runs over all n
-entries: slower, as exact.
+among them by interpolation between bit patterns. If the sample misled, which the
+count shows, a bisection over the 31 bits of the magnitude runs over all n
+entries; it is slower and just as exact.
 """
 
 import math
@@ -20,16 +20,16 @@ from sparse_collectives._coo._running import running_sum
 from sparse_collectives._data import PaddedCOO
 from sparse_collectives._platform import by_platform, once
 
-# Below this size some 10 passes over everything cost less than sampling.
+# Up to this size about 10 passes over all entries cost less than sampling.
 DIRECT_SIZE = 1 << 17
 _SAMPLE_SIZE = 1 << 16
-# Expected members of the sample above the k-th magnitude: fixes the accuracy.
+# Expected number of sampled entries above the k-th magnitude: it determines the accuracy.
 _SAMPLE_HITS = 256
-# Bits that a GPU fixes in a pass over so many entries at most: of few a launch costs more than
-# the comparisons.
+# For vectors of up to so many entries, the bits that a GPU fixes in one pass: with few entries a
+# launch costs more than the comparisons.
 _WIDTHS = ((1 << 15, 11), (1 << 19, 8), (1 << 31, 4))
 _NONE = 0x7FFFFFFF
-# Passes that interpolate, before the rest is bisected.
+# Passes that interpolate before bisection takes over.
 _STRAIGHT = 16
 
 
@@ -44,7 +44,7 @@ def kth_magnitude_bits(x: jax.Array, k: int) -> jax.Array:
       ``i32[]``: exactly ``sort(|x|)[n - k]`` as a bit pattern. 0 when fewer than
       k entries are nonzero.
 
-    Cost: one pass over n entries for the candidates, some 10 over the sample and over
+    Cost: one pass over n entries for the candidates, about 10 over the sample and over
     about 1.5 k candidates; in the rare miss 31 passes over n.
     """
     size = x.shape[0]
@@ -61,9 +61,9 @@ def kth_magnitude_bits(x: jax.Array, k: int) -> jax.Array:
 
 
 def sampled_magnitude_bits(x: jax.Array, k: int) -> jax.Array:
-    """A magnitude that, with near certainty, k entries of ``x`` reach, few more.
+    """A magnitude that, with near certainty, k entries of ``x`` or a few more reach.
 
-    Cost: a gather of the sample and some 10 passes over it.
+    Cost: a gather of the sample and about 10 passes over it.
     """
     stride, rank, _ = _plan(x.shape[0], k)
     return bisect(_bits.magnitude_bits(x[::stride]), rank)
@@ -73,10 +73,10 @@ def _plan(size: int, k: int) -> tuple[int, int, int]:
     """The stride of the sample, the rank to take in it, and the candidates' slots.
 
     The number of sampled entries above the k-th magnitude has mean q = k m / n
-    and standard deviation sqrt(q); the rank leaves four of them on both sides.
+    and standard deviation sqrt(q); the rank leaves four deviations on both sides.
     """
     wanted = max(_SAMPLE_SIZE, _SAMPLE_HITS * size // k)
-    # An odd stride does not fall in step with layers of even width.
+    # An odd stride does not align with layers of even width.
     stride = max(1, size // wanted) | 1
     sample_size = -(-size // stride)
     hits = k * sample_size / size
@@ -94,16 +94,16 @@ def bisect(bits: jax.Array, k: int | jax.Array) -> jax.Array:
 def bisect_and_count(bits: jax.Array, k: int | jax.Array) -> tuple[jax.Array, jax.Array]:
     """The pattern of :func:`bisect`, and how many entries reach it, ``i32[]`` each.
 
-    Of the pattern 0 the count means nothing.
+    If the pattern is 0, the count has no meaning.
     """
     return by_platform(_by_interpolation, _by_counting, bits, jnp.asarray(k, jnp.int32))
 
 
 def _by_interpolation(bits: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Between the smallest and the largest, until k reach the lower end: some 8 passes.
+    """Interpolates between the ends of an interval until k entries reach the lower one.
 
-    Patterns are nearly logarithms, in which the logarithm of a count is nearly straight; what is
-    not straight is bisected in the end.
+    Patterns are nearly logarithms, in which the logarithm of a count is nearly linear, so about 8
+    passes are enough. Bisection handles the parts that are not linear in the end.
     """
     wanted = jnp.log(jnp.maximum(k, 1).astype(jnp.float32))
 
@@ -122,14 +122,14 @@ def _by_interpolation(bits: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Arr
         middle = jnp.clip(middle, low + 1, high - 1)
         count = jnp.sum(bits.astype(jnp.uint32) >= middle, dtype=jnp.int32)
         taken, here = count >= k, excess(count)
-        # An end that stays counts half (the Illinois rule): else it might stay for long.
+        # An end that stays has half its weight (the Illinois rule); else it might stay for long.
         above = jnp.where(taken, here, jnp.where(was_above, above, above / 2))
         below = jnp.where(taken, jnp.where(was_above, below / 2, below), here)
         low, high = jnp.where(taken, middle, low), jnp.where(taken, high, middle)
         reached = jnp.where(taken, count, reached)
         return low, high, reached, above, below, turn + 1, taken
 
-    # Padding is no end of the straight part.
+    # Padding is not an end of the interval.
     low = jnp.min(jnp.where(bits > 0, bits, _NONE)).astype(jnp.uint32)
     reached = jnp.sum(bits > 0, dtype=jnp.int32)
     # No pattern is as large as 2^31.
@@ -139,7 +139,7 @@ def _by_interpolation(bits: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Arr
     carry = _compat.varying_like((low, high, reached, *ends, turn, turn > 0), bits[0])
     low, _, reached, *_ = lax.while_loop(unfinished, step, carry)
     low = low.astype(jnp.int32)
-    # With k entries up from there it is the smallest of these; fewer than k may be there at all.
+    # If k entries reach the lower end, the k-th is their smallest. There may also be fewer than k.
     smallest = jnp.min(jnp.where(bits >= low, bits, _NONE))
     pattern = jnp.where(reached == k, smallest, low)
     enough = reached >= k
@@ -147,10 +147,10 @@ def _by_interpolation(bits: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Arr
 
 
 def _by_counting(bits: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Several bits at a time: one pass compares with all patterns that they may make.
+    """Fixes several bits at a time: one pass compares with all patterns that they can make.
 
-    Counts and not histograms: what is added where takes no turns at one address, which
-    all magnitudes of a size would want.
+    It counts instead of adding to histograms: additions to one address take turns, and
+    many magnitudes of similar size have the same address.
     """
     size = bits.shape[0]
     width = next(width for longest, width in _WIDTHS if size <= longest)
@@ -161,7 +161,7 @@ def _by_counting(bits: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
         shift -= width
         candidates = pattern | (jnp.arange(1, 1 << width, dtype=jnp.int32) << shift)
         counts = jnp.sum(bits[:, None] >= candidates[None], axis=0, dtype=jnp.int32)
-        # They fall, so that the smallest that is enough is of the last candidate to be reached.
+        # Counts fall, so the smallest sufficient one is of the last candidate that is reached.
         enough = counts >= k
         pattern |= jnp.sum(enough, dtype=jnp.int32) << shift
         smallest = jnp.min(jnp.where(enough, counts, _NONE))
@@ -172,7 +172,7 @@ def _by_counting(bits: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
 def largest_mask(bits: jax.Array, k: int | jax.Array) -> tuple[jax.Array, jax.Array]:
     """Which of ``bits i32[m]`` are the k largest, ``bool[m]``, and the k-th pattern.
 
-    Of several at the k-th pattern the first are taken; zeros never are.
+    Among several entries at the k-th pattern the first are taken; zeros never are.
     """
     pattern = bisect(bits, k)
     slot, _ = slots_from(bits, pattern, k, none=k)
@@ -182,12 +182,12 @@ def largest_mask(bits: jax.Array, k: int | jax.Array) -> tuple[jax.Array, jax.Ar
 def slots_from(
     bits: jax.Array, pattern: jax.Array, k: int | jax.Array, *, none: int | jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Slots, in their order, for what of ``bits i32[m]`` reaches ``pattern`` and is not 0.
+    """Slots, in order, for the nonzero entries of ``bits i32[m]`` that reach ``pattern``.
 
-    k at most, where no more are above it: of those equal to it the first ones.
+    There are at most k if no more are above ``pattern``; of entries equal to it the first get one.
 
     Returns:
-      ``i32[m]``, ``none`` for those without a slot; ``i32[]``, how many have one.
+      ``i32[m]``, ``none`` for entries without a slot; ``i32[]``, the number of slots.
     """
 
     def of_all(bits: jax.Array, pattern: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -198,24 +198,24 @@ def slots_from(
     def of_some(bits: jax.Array, pattern: jax.Array) -> tuple[jax.Array, jax.Array]:
         above = bits > pattern
         tied = (bits == pattern) & (bits > 0)
-        # Of both at once: a GPU takes several launches for a running sum.
+        # One running sum for both, because a GPU takes several launches for each.
         passed = running_sum(jnp.stack([above, tied]))
         ties = k - passed[0, -1]
         chosen = above | (tied & (passed[1] <= ties))
         slot = jnp.where(chosen, passed[0] + jnp.minimum(passed[1], ties) - 1, none)
         return slot, passed[0, -1] + jnp.minimum(passed[1, -1], ties)
 
-    # Where no ties are left out a CPU needs one running sum.
+    # If no ties are left out, a CPU needs only one running sum.
     crowded = jnp.sum(bits >= jnp.maximum(pattern, 1), dtype=jnp.int32) > k
     return once(crowded, of_some, of_all, bits, pattern)
 
 
 def bisect_all(x: jax.Array, k: int, found: jax.Array, needed: jax.Array) -> jax.Array:
-    """``found``, or a bisection over all of ``x`` where it is ``needed``.
+    """``found``, or the result of a bisection over all of ``x`` if it is ``needed``.
 
-    A while loop of no turns and not a ``lax.cond``: under vmap a cond becomes a
-    select that computes both sides, a while loop still takes no turn when no lane
-    needs one.
+    This is a while loop of possibly no iterations, and not a ``lax.cond``: under vmap a cond
+    becomes a select that computes both sides, while a loop still does not iterate if no
+    lane needs it.
     """
 
     def unfinished(carry):
@@ -224,7 +224,7 @@ def bisect_all(x: jax.Array, k: int, found: jax.Array, needed: jax.Array) -> jax
 
     def step(carry):
         bit, pattern = carry
-        # Tied to the carry, or XLA moves |x| out of the loop into n words.
+        # Tied to the carry; otherwise XLA moves |x| out of the loop, into n words.
         here, candidate = lax.optimization_barrier(
             (x, pattern | (jnp.int32(1) << jnp.maximum(bit, 0)))
         )
@@ -244,8 +244,8 @@ def bisect_all(x: jax.Array, k: int, found: jax.Array, needed: jax.Array) -> jax
 def keep_largest(coo: PaddedCOO, k: int) -> tuple[PaddedCOO, list[PaddedCOO]]:
     """The k entries of ``coo[c]`` of largest magnitude, and the others.
 
-    Both in the order of ``coo``; of equals the first are kept. The others are no
-    buffer at all where all fit. Zeros are in neither.
+    Both are in the order of ``coo``; among equal magnitudes the first are kept. If all
+    entries fit, there is no buffer of others. Otherwise zeros are in neither.
     """
     if coo.capacity <= k:
         return coo, []
@@ -261,7 +261,7 @@ def keep_largest(coo: PaddedCOO, k: int) -> tuple[PaddedCOO, list[PaddedCOO]]:
 
 
 def smallest_magnitude(coo: PaddedCOO) -> jax.Array:
-    """That of the smallest entry, ``f32[]``; 0 where there is none."""
+    """The smallest magnitude of the entries, ``f32[]``; 0 if there are none."""
     bits = _bits.magnitude_bits(coo.values)
     smallest = jnp.min(jnp.where(coo.indices < coo.size, bits, jnp.iinfo(jnp.int32).max))
     return _bits.magnitude_from_bits(jnp.where(coo.count() > 0, smallest, 0))

@@ -1,7 +1,7 @@
-"""Running sums of counts, in a form that suits a CPU.
+"""Running sums of counts, in a form that is fast on a CPU.
 
-``jnp.cumsum`` adds windows of 16, and XLA's compiler for CPUs adds their offsets anew in whatever
-reads the sum, entry by entry: what finds the place of a bit by it took ten times as long.
+``jnp.cumsum`` adds windows of 16, and XLA's CPU compiler adds their offsets again wherever the
+sum is read, entry by entry. Finding the position of a bit with it took ten times as long.
 """
 
 import jax
@@ -11,7 +11,7 @@ from jax import lax
 from sparse_collectives import _compat
 from sparse_collectives._platform import by_platform, once
 
-# Shorter ones cost less than a loop, and make smaller programs.
+# A direct sum of fewer entries costs less than a loop, and makes a smaller program.
 _LONG = 1 << 14
 # Entries of a row: all rows advance by one entry at a time.
 _ROW = 256
@@ -36,7 +36,7 @@ def _at_once(counts: jax.Array) -> jax.Array:
 
 
 def _on_a_cpu(counts: jax.Array) -> jax.Array:
-    # None is negative, which XLA does not know.
+    # No count is negative, but XLA cannot see that.
     some = jnp.ravel(counts)[0] >= 0
     return once(some, _by_rows, jnp.zeros_like, counts)
 

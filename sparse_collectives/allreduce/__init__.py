@@ -1,6 +1,6 @@
-"""Allreduces: who sends what to whom, and what of it reaches everyone.
+"""Allreduces: each exchanges the selections of the workers and delivers one total to all.
 
-:mod:`~sparse_collectives.allreduce.published` has the others of the papers.
+:mod:`~sparse_collectives.allreduce.published` has further allreduces, from papers.
 """
 
 from sparse_collectives.allreduce import published

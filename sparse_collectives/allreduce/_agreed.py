@@ -1,4 +1,4 @@
-"""Agreed indices: each worker selects in a part of its own, and all add what they have there."""
+"""Agreed indices: each worker selects in its own partition, and all add their values there."""
 
 import math
 from typing import NamedTuple
@@ -20,51 +20,51 @@ from sparse_collectives.transport import _dispatch
 
 EXACT = 32
 NARROW = (8, 10, 16)
-# The largest integer of a worker, with which a value of average size is not all rounding.
+# With this h, the largest integer of a worker, a value of average size is not rounded away.
 ENOUGH = 15
 
 
 def agreed(*, density: float | None = None, bits: int | None = 32) -> SparseAllreduce:
-    r"""Complete sums at indices of which each worker chooses its share.
+    r"""Full sums at indices of which each worker chooses a share.
 
-    The indices are dealt out to P parts. At step t worker i selects in partition ``(i + t) mod P``
-    only, and all gather what was selected there. Then one psum adds what *all* workers have
-    at these indices, whoever selected them:
+    The indices are divided into P partitions. At step t worker i selects only in partition
+    ``(i + t) mod P``, and all workers gather the selected indices. Then one psum adds the values
+    of *all* workers at these indices, whichever worker selected them:
 
     .. math::
 
         I = \bigcup_i I_i, \qquad total_I = \sum_j acc_{j, I}, \qquad residual_{j, I} = 0
 
-    The parts have no index in common, so nothing is merged; each worker reads n / P entries
-    to select; and nothing that is in the total waits in any residual. An entry that only one
-    worker holds is found when that worker has its partition, within P steps.
+    The partitions have no index in common, so nothing is merged. Each worker reads n / P entries
+    to select, and no residual keeps a part of the total. An entry that only one worker has is
+    found when that worker selects in its partition, within P steps.
 
-    Parts are made of small blocks, in turn, so that each has some of every layer. (The
-    systems below give each worker one run of indices, and move its ends as they learn how
-    the layers differ.)
+    Partitions are made of small blocks, in turn, so that each has some of every layer. (The
+    systems below give each worker one run of indices, and move its ends as they adapt to
+    differences between the layers.)
 
-    With fewer ``bits`` each worker rounds what it has to a multiple of a step, a power of two
-    that is sent for each 256 entries, and keeps the rest. The step suits the largest of the 256;
-    where that rounds others to 0, it suits some of these at about every other turn, so that an
-    entry far above the rest does not starve them. The sums of these are exact, in any
+    With fewer ``bits`` each worker rounds its values to multiples of a step, a power of two
+    that is sent for each 256 entries, and keeps the rounding error. The step suits the largest
+    of the 256 entries. If it rounds others to 0, it suits some of these at about every other turn,
+    so that an entry far above the rest does not starve them. Sums of the multiples are exact in any
     order: a value of b bits has room for the sum of P integers, each between -h and h with
-    ``h = (2**b - 1) // 2 P``. Of an index only the bits within a page are sent.
+    ``h = (2**b - 1) // (2 P)``. Only the bits of an index within its page are sent.
 
     Cost, for P selections of c slots, ``K = P c``: ``K (P-1)/P`` words received for the
-    indices and ``2 K (P-1)/P`` for the values, ``3 K (P-1)/P`` in all. With fewer bits a value
-    takes a half of that (16), a third (10) or a quarter (8), and an index 0.25 to 0.6 words at
-    densities from 10 to 0.1 %; at 5 % that is 1.3, 0.95 and 0.78 ``K (P-1)/P``. One all_gather
-    and one psum: ``3 log2 P`` latencies. Nothing can be crowded out on the way.
+    indices and ``2 K (P-1)/P`` for the values, ``3 K (P-1)/P`` in all. With 16, 10 or 8 bits a
+    value takes 1/2, 1/3 or 1/4 of that, and an index takes 0.25 to 0.6 words at densities
+    from 10 to 0.1 %; at 5 % the total is 1.3, 0.95 and 0.78 ``K (P-1)/P``. Latency: one all_gather
+    and one psum, ``3 log2 P``. No entry can overflow on the way.
 
     Args:
-      density: K / n at most; a selection of more than its share waits in partition, in turn.
-        Rounded up to one entry for each worker. None: everything that is selected.
-      bits: of a value: 32, 16, 10 or 8; or None, the fewest of 8, 10 and 16 in which h is
+      density: the largest K / n, with the share of a worker rounded up to a whole entry. A
+        selection of more entries sends some of them in turn. None: everything that is selected.
+      bits: bits of a value: 32, 16, 10 or 8; or None, the fewest of 8, 10 and 16 for which h is
         at least 15: 8 for up to 8 workers, 10 for up to 34.
 
     Returns:
-      A :class:`SparseAllreduce` that is ``complete``, and shows a worker its own partition. Its
-      total is a PaddedCOO of K slots. What a selection has of other parts waits, and counts
+      A :class:`SparseAllreduce` that is ``complete``, and that shows a worker its own partition.
+      Its total is a PaddedCOO of K slots. Selected entries of other partitions wait, and count
       as ``overflow``. ``undelivered`` is exact in float32.
 
     Raises:
@@ -72,9 +72,9 @@ def agreed(*, density: float | None = None, bits: int | None = 32) -> SparseAllr
         too many workers for the bits (127 for 8, 511 for 10, 32,767 for 16).
 
     References:
-      Exclusive parts of the indices: Yoon and Oh, `MiCRO
+      Exclusive partitions of the indices: Yoon and Oh, `MiCRO
       <https://arxiv.org/abs/2310.00967>`_, HiPC 2023, and `ExDyna
-      <https://arxiv.org/abs/2402.13781>`_. Indices that all share, and complete sums: Chen
+      <https://arxiv.org/abs/2402.13781>`_. Shared indices and full sums: Chen
       et al., `ScaleCom <https://arxiv.org/abs/2104.11125>`_, NeurIPS 2020.
 
     Example:
@@ -154,12 +154,12 @@ def agreed(*, density: float | None = None, bits: int | None = 32) -> SparseAllr
 
 
 class Plan(NamedTuple):
-    """What is known before a step.
+    """The static sizes of a step.
 
     Attributes:
-      partitions: of the indices.
-      slots: of one worker's message.
-      bits: of a value.
+      partitions: the partitions of the indices.
+      slots: slots of one worker's message.
+      bits: bits of a value.
     """
 
     partitions: _partitions.Partitions
@@ -168,7 +168,7 @@ class Plan(NamedTuple):
 
     @property
     def message_words(self) -> int:
-        """Words of one worker's indices, and steps."""
+        """Words of one worker's indices and steps."""
         if self.bits == EXACT:
             return self.slots
         return _sums.buckets(self.slots) + _partitions.words(self.slots, self.partitions.width)
@@ -211,7 +211,7 @@ def _in_my_partition(
             jnp.full_like(local, width).at[slot].set(local, mode="drop"),
         )
 
-    # What was selected in the partition is in its place.
+    # Entries that were selected in the partition are in their places.
     others = jnp.any((local >= width) & (coo.indices < coo.size))
     values, local = once(others, moved, lambda *mine: mine, coo.values, local)
     mine = PaddedCOO(values, local, width)
@@ -244,10 +244,10 @@ def _decoded(
 
     def none(packed: jax.Array, partition: jax.Array) -> jax.Array:
         del partition
-        # Of the type of what is gathered.
+        # The result has the type of the gathered array.
         return jnp.full_like(packed, partitions.size, shape=(packed.shape[0], slots))
 
-    # In few bits a message begins with how many entries each page has.
+    # With few bits a message begins with the number of entries of each page.
     any_entry = jnp.any(packed < partitions.width if plan.bits == EXACT else packed != 0)
     indices = once(any_entry, indices_of, none, packed, partition).reshape(-1)
     if plan.bits == EXACT:

@@ -1,4 +1,4 @@
-"""Complete sums at the indices that another allreduce delivers."""
+"""Full sums at the indices that another allreduce delivers."""
 
 import jax
 import jax.numpy as jnp
@@ -12,34 +12,34 @@ from sparse_collectives.allreduce._shared import _sums
 
 
 def complete(inner: SparseAllreduce) -> SparseAllreduce:
-    r"""``inner`` chooses the indices, and then all workers add what they have there.
+    r"""Full sums: ``inner`` chooses the indices, and then all workers add their values there.
 
     .. math:: total_I = \sum_j acc_{j, I}, \qquad residual_{j, I} = 0
 
-    An allreduce of selections applies to an entry what the few workers had that selected
-    it, and what the others have waits. With :func:`ok_topk` the indices are those of the
-    largest sums, which :func:`agreed` does not know.
+    An allreduce of selections delivers at an index only the values of the workers that selected
+    it, and the values of the others wait. With :func:`ok_topk` the indices are those with the
+    largest sums, which :func:`agreed` cannot find.
 
-    Cost: that of ``inner``, and a psum of one word for each slot of its total:
-    ``2 k (P-1)/P`` words for k slots. Of :func:`ok_topk` and :func:`spardl` only the indices
-    are gathered in the end, as the values are added up again (``SparseAllreduce.choose``),
-    unless a codec makes pairs shorter than indices. With exact pairs that is ``5 k (P-1)/P``
-    words in all around :func:`spardl`. Around :func:`ok_topk` it is, with m = k / P,
-    ``(5.15 + 6 / sqrt(m)) k (P-1)/P``, or ``5 + 9 / sqrt(m)`` of them from m = 400 on, and at
-    most 0.2 for the global threshold: less than ``6 k (P-1)/P`` from about m = 100 on, unless
-    chance makes a region so large that more than neighbours have to balance it.
+    Cost: the cost of ``inner``, and a psum of one word for each slot of its total,
+    ``2 k (P-1)/P`` words for k slots. :func:`ok_topk` and :func:`spardl` gather only indices
+    in the end, since the values are added up again (``SparseAllreduce.choose``), unless
+    a codec makes pairs shorter than indices. With exact pairs the words are ``5 k (P-1)/P``
+    in all around :func:`spardl`. Around :func:`ok_topk` they are, with m = k / P,
+    ``(5.15 + 6 / sqrt(m)) k (P-1)/P``, or ``(5 + 9 / sqrt(m)) k (P-1)/P`` from m = 400 on, and at
+    most ``0.2 k (P-1)/P`` for the global threshold. This is less than ``6 k (P-1)/P`` from about
+    m = 100 on, unless chance makes a region so large that its neighbors cannot balance it.
 
     Args:
-      inner: an allreduce of selections: :func:`ok_topk`, :func:`spardl` and :func:`gtopk` have
-        k slots in their totals. Others have up to P k, or n where that is less: a total that
-        is dense, by itself or because that was shorter, has the indices at which it is not 0.
+      inner: an allreduce of selections. The totals of :func:`ok_topk`, :func:`spardl` and
+        :func:`gtopk` have k slots. Others have up to P k, or n if that is less. A dense
+        total has the indices of its nonzero entries.
 
     Returns:
       A :class:`SparseAllreduce` that is ``complete``, with the state of ``inner``.
 
     Raises:
       TypeError: ``inner`` is not a :class:`SparseAllreduce`.
-      ValueError: ``inner`` is complete itself, or deals out its vectors: write
+      ValueError: ``inner`` is complete itself, or scatters its vectors; for the latter write
         ``hierarchical(inner_axis=..., outer=complete(...))``.
     """
     if not isinstance(inner, SparseAllreduce):
@@ -76,7 +76,7 @@ def complete(inner: SparseAllreduce) -> SparseAllreduce:
 
 
 def _indices_of(total: PaddedCOO | jax.Array, most: int) -> jax.Array:
-    """The indices of a total; of a dense one, with ``most`` entries at most, where it is not 0."""
+    """The indices of a total; of a dense one, of its at most ``most`` nonzero entries."""
     if isinstance(total, PaddedCOO):
         return total.indices
     size = total.shape[0]

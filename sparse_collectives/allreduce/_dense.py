@@ -1,4 +1,4 @@
-"""The dense allreduce: the baseline that every sparse one is measured against."""
+"""The dense allreduce, with which every sparse one is compared."""
 
 from sparse_collectives import transport
 from sparse_collectives._data import PaddedCOO

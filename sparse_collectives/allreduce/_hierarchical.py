@@ -12,12 +12,12 @@ from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, ReduceInfo, SparseAllreduce, State
 from sparse_collectives.transport import _dispatch
 
-# Of delivered, threshold and words, which the workers of a node tell each other.
+# Words for delivered, threshold and words, which the workers of a node exchange.
 _INFO_WORDS = 3
 
 
 def hierarchical(*, inner_axis: AxisName, outer: SparseAllreduce) -> SparseAllreduce:
-    r"""Reduce-scatter in the node, a sparse allreduce between nodes, allgather.
+    r"""A reduce-scatter inside nodes, a sparse allreduce between them, and an allgather.
 
     For m nodes of w workers each and a density rho (Algorithm 2 of the paper, with any
     selector and any allreduce):
@@ -25,23 +25,23 @@ def hierarchical(*, inner_axis: AxisName, outer: SparseAllreduce) -> SparseAllre
     1. the gradients are reduce-scattered inside the node: each worker has the sum of a
        shard of n / w components;
     2. it selects rho n / w of them;
-    3. the workers of the same place in their nodes sum up their selections with
+    3. the workers at the same place in their nodes sum up their selections with
        ``outer``: w independent exchanges among m workers each;
     4. the totals are allgathered inside the node.
 
-    Cost: ``2 n (w-1)/w`` words received inside the node, and from outside what ``outer``
-    takes for m workers and a shard: with :func:`topk_a` ``2 rho n (m-1)/w``, where the
-    flat algorithm has ``2 rho n (m w - 1)``. ``3 (w-1)`` words more inside the node
-    for the info. The meter shows the parts by scope: ``hierarchical/inner`` and
+    Cost: inside the node ``2 n (w-1)/w`` words received, and ``3 (w-1)`` more for the info.
+    Between nodes the words of ``outer`` for m workers and a shard: with :func:`topk_a`
+    ``2 rho n (m-1)/w``, compared with ``2 rho n (m w - 1)`` of the flat algorithm.
+    ``sparse_collectives.traffic`` shows the two parts by scope: ``hierarchical/inner`` and
     ``hierarchical/outer``.
 
-    Deviations: the paper's last step is an allgather of dense shards too, but its cost
-    model (10) counts only rho n m / w nonzeros of each; here it is dense, which is less
-    than a sparse one when 2 rho m > 1, and is the same program at every step.
+    Deviations: the last step of the paper is also an allgather of dense shards, but its cost
+    model (10) counts only rho n m / w nonzeros of each. Here it is dense, which takes fewer
+    words than a sparse one if 2 rho m > 1, and is the same program at every step.
 
     The exchanges of the shards are independent, and so may decide differently. An
-    ``outer`` that exchanges by ``ppermute`` in a branch of a conditional has to choose
-    it with :func:`sparse_collectives.transport.holds_on_mesh`, or the program hangs.
+    ``outer`` with a ``ppermute`` in a branch of a conditional has to choose the branch
+    with :func:`sparse_collectives.transport.holds_on_mesh`, or the program hangs.
 
     Args:
       inner_axis: the mesh axis of the workers of one node; it can't be the only axis.
@@ -50,13 +50,13 @@ def hierarchical(*, inner_axis: AxisName, outer: SparseAllreduce) -> SparseAllre
     Returns:
       A :class:`SparseAllreduce` whose ``shard_axis`` is ``inner_axis``. Its vectors are
       scattered before the selection, ``scatter(f[n]) -> f[ceil(n / w)]`` (the last
-      shard ends in zeros where w does not divide n), and the total is gathered at the
+      shard ends in zeros if w does not divide n), and the total is gathered at the
       end, ``gather(f[ceil(n / w)], n) -> f[n]``. The ``axis`` of ``reduce`` names all
-      workers, ``inner_axis`` among them; the sum is over the others, and ``total`` is
-      the same on all nodes. ``info`` is the same on all workers, but for ``overflow``
-      and ``useful``: entries of all shards, the smallest threshold, and as words the
-      mean over the shards of those of ``outer``, plus those inside the node (of
-      ``scatter`` and ``gather`` too).
+      workers, ``inner_axis`` among them; the sum is over the other axes, and ``total`` is
+      the same on all nodes. ``info`` is the same on all workers, except for ``overflow``
+      and ``useful``. It has the entries of all shards, the smallest threshold, and as words
+      the mean of ``outer`` over the shards, plus the words inside the node, with ``scatter``
+      and ``gather``.
 
     Raises:
       TypeError: ``outer`` is not a :class:`SparseAllreduce`.
@@ -138,7 +138,7 @@ def hierarchical(*, inner_axis: AxisName, outer: SparseAllreduce) -> SparseAllre
         return total, undelivered, state, info
 
     def gather(total: jax.Array, size: int) -> jax.Array:
-        # Also of one worker: it types the result as the same on every worker.
+        # Also for one worker, because it types the result as the same on every worker.
         with jax.named_scope("hierarchical/inner"):
             return transport.all_gather(total, inner_axis).reshape(-1)[:size]
 

@@ -1,4 +1,4 @@
-"""Averaging at indices that all workers draw from one seed: no index is on the wire."""
+"""Sums at indices that all workers draw from one seed; no index is sent."""
 
 import math
 
@@ -14,30 +14,30 @@ from sparse_collectives.allreduce._shared._reduce import StepState
 
 
 def shared_random(density: float, *, seed: int = 0) -> SparseAllreduce:
-    r"""All workers add what they have at k indices that a seed and the step number give.
+    r"""Full sums at k indices that a seed and the step number determine.
 
     .. math:: total_I = \sum_j acc_{j, I}, \qquad residual_{j, I} = 0, \qquad |I| = k
 
-    No index is sent, so at equal words it delivers three times the entries of :func:`agreed`,
-    whatever their size. Which is better depends on the gradient: where it is concentrated in few
-    entries, the largest are worth more; where workers hold whole models that only have to stay
-    close to one another, as in SPARTA, any entry is.
+    No index is sent, so for the same words it delivers 1.5 times the entries of :func:`agreed` with
+    32 bits, whatever their size. Which is better depends on the gradient. If it is concentrated in
+    few entries, the largest are worth more. If workers hold whole models that only have to stay
+    close to one another, as in SPARTA, any entry is as good.
 
-    The steps walk through a random permutation of the n indices, and draw another one when they
-    are at its end: each index is drawn once in every ``ceil(n / k)`` steps, so that no entry
-    waits for ``2 ceil(n / k)`` of them. (SPARTA draws each index anew at each step; an entry then
+    The steps walk through a random permutation of the n indices, and draw another one at its
+    end. Each index is drawn once in every ``ceil(n / k)`` steps, so an entry waits for fewer
+    than ``2 ceil(n / k)`` of them. (SPARTA draws all indices again at each step; an entry then
     waits for ``7 n / k`` steps with probability 1e-3.)
 
-    The worker's selector, which has the same density, is shown the accumulator at the k indices.
-    Whatever it selects of them all k are delivered; a worker that selects none gives nothing and
-    keeps what it has, by which a step is skipped.
+    The worker's selector, which has the same density, sees the accumulator at the k indices.
+    Whichever of them it selects, all k are delivered. A worker that selects none contributes
+    nothing and keeps its values; that is how a step is skipped.
 
-    Cost: ``2 k (P-1)/P`` words, the psum of k values, and its ``2 log2 P`` latencies. Compute:
+    Cost: ``2 k (P-1)/P`` words received and ``2 log2 P`` latencies, a psum of k values. Compute:
     about six rounds of arithmetic for each index that is drawn, a gather and a scatter of k.
 
     Args:
-      density: k / n of what is delivered at each step, in (0, 1].
-      seed: that of the permutations, in [0, 2**31), the same on all workers.
+      density: k / n, the share of the entries that each step delivers, in (0, 1].
+      seed: the seed of the permutations, in [0, 2**31), the same on all workers.
 
     Returns:
       A :class:`SparseAllreduce` that is ``complete``. Its total is a PaddedCOO of k slots.
@@ -69,7 +69,7 @@ def shared_random(density: float, *, seed: int = 0) -> SparseAllreduce:
         turns = math.ceil(size / k)
         key = jax.random.fold_in(jax.random.key(seed), state.count // turns)
         start, turn = (state.count % turns) * k, jnp.arange(k, dtype=jnp.int32)
-        # The last turn of a permutation has what is left; a place past n may not fit an int32.
+        # The last turn of a permutation has the remaining indices; a place past n may overflow.
         inside = turn < size - start
         indices = _hash.permuted(key, jnp.where(inside, start + turn, 0), size)
         return jnp.where(inside, indices, size)
@@ -87,7 +87,7 @@ def shared_random(density: float, *, seed: int = 0) -> SparseAllreduce:
         _validation.check_float("coo.values", coo.values.dtype)
         workers = transport.axis_size(axis)
         with jax.named_scope("shared_random"):
-            # The indices are there without a selection; a step that is skipped has an empty one.
+            # The indices do not depend on the selection, which is empty if a step is skipped.
             result = _sums.sum_at(drawn(state, coo.size), acc, coo, axis, gives=coo.count() > 0)
         words = _sums.sum_words(result.total.capacity, workers, 32)
         info = _messages.info(result.total, words)

@@ -24,47 +24,46 @@ from sparse_collectives.transport import _dispatch
 def spardl(density: float, *, codec: Codec | None = None) -> SparseAllreduce:
     r"""The sparse allreduce of SparDL, for any number of workers.
 
-    The indices are cut into P blocks, one for each worker. In the Spar-Reduce-Scatter
-    (section III.A) a worker sends in ceil(log2 P) messages what it has of the blocks of
-    others, each time about half of them, and adds what it receives to the blocks that
-    it still has. A block is cut to its k / P largest sums just before it is sent:
+    The indices are divided into P blocks, one for each worker. In the Spar-Reduce-Scatter
+    (section III.A) a worker sends its entries of the blocks of others in ceil(log2 P)
+    messages, each time about half of the blocks, and adds the received entries to the blocks
+    that it still has. A block is cut to its k / P largest sums just before it is sent:
 
     .. math:: b \mapsto Topk(b), \quad \lceil k / P \rceil \text{ entries}, \quad
         k = \max(1, round(density \cdot n))
 
-    so no message grows on the way. At last each worker has the sum of its own block, cuts
-    it as well, and all gather them. The result is not the top k of the sum of all
-    selections: an entry that is small in each partial sum is cut off, though their sum
-    would have been large.
+    Therefore no message grows on the way. In the end each worker has the sum of its own block and
+    cuts it as well, and all workers gather the blocks. The result is not the top k of the sum of
+    all selections: an entry that is small in each partial sum is cut off, even if their sum
+    is large.
 
-    What is cut off stays (global residual collection, section III.B): of an index that is
-    in the total, with the worker that cut it off, as a partial sum, in ``others`` of its
-    ``undelivered``; of one that isn't, each worker keeps what it had selected, as it was.
+    Entries that are cut off stay (global residual collection, section III.B). If the index is in
+    the total, the worker that cut the entry off keeps it, as a partial sum, in ``others`` of its
+    ``undelivered``. If it is not, each worker keeps its selected value unchanged.
 
-    Deviations: the paper's blocks are runs of indices, and where the large entries lie in
-    one layer most of them are cut off. Here of each P consecutive indices every worker
-    owns one, by a hash (:mod:`._hashed`), so that the k / P largest of the blocks are
-    nearly the k largest of all. Where P does not divide k, each block has a slot more. The
-    teams of the paper, which are there to exchange fewer messages, are not.
+    Deviations: the paper's blocks are runs of indices, and if the large entries lie in
+    one layer, most of them are cut off. Here every worker owns one of each P consecutive
+    indices, by a hash (:mod:`._hashed`), so that the k / P largest of the blocks are
+    nearly the k largest of all. If P does not divide k, each block has one more slot. The
+    paper's teams, which reduce the number of messages, are not implemented.
 
     Cost: ``2 ceil(k/P) (P-1)`` words received in the reduction and as many in the
-    allgather: ``4 k (P-1)/P`` where P divides k, whatever the data, and no worker waits for
-    words of others. Latency: ceil(log2 P) messages and an allgather. Compute: for each of
-    the messages 31 passes over its entries. Memory: ``undelivered`` has about 2 k slots
-    besides.
+    allgather: ``4 k (P-1)/P`` if P divides k, whatever the data and the same for each worker.
+    Latency: ceil(log2 P) messages and an allgather. Compute: about 10 passes over the
+    entries of each message. Memory: ``undelivered`` has about 2 k slots in addition.
 
     Args:
       density: k / n of the result, in (0, 1].
-      codec: encoding of the messages, exact by default. What a lossy one rounds off
-        or leaves out is kept by the worker that encodes. A single worker's selection is
-        not encoded.
+      codec: encoding of the messages, exact by default. The worker that encodes keeps the
+        rounding errors of a lossy codec and the entries that it leaves out. A single worker's
+        selection is not encoded.
 
     Returns:
       A :class:`SparseAllreduce` with a :class:`StepState`; its total is a PaddedCOO of
       ``P ceil(k/P)`` slots, indices in no order. ``info.threshold`` is the smallest
       magnitude in it. ``info.overflow`` counts entries that found no slot in their block
-      before the first message (there are some for four standard deviations), and those that
-      the codec left out.
+      before the first message (a block has room for four standard deviations), and entries
+      that the codec left out.
 
     Raises:
       ValueError: a density outside (0, 1]; at ``reduce``, an axis that is not bound.
@@ -89,17 +88,17 @@ def spardl(density: float, *, codec: Codec | None = None) -> SparseAllreduce:
         kept = []
 
         def owners(rows, first):
-            """Of a row for each block, from that of worker ``first`` on."""
+            """The owner of each row, if the first row is the block of worker ``first``."""
             return (first + jnp.arange(rows.indices.shape[0], dtype=jnp.int32)) % workers
 
         def at_indices(parts):
-            """The entries of all parts, each the rows of some blocks and their owners."""
+            """The entries of all parts at their indices; a part is rows and their owners."""
             owner = jnp.concatenate([jnp.repeat(each, rows.capacity) for rows, each in parts])
             entries = _data.concatenate([rows for rows, _ in parts])
             return _hashed.from_rows(entries, coo.size, workers, owner, state.count)
 
         def encode(rows, first, slots, stage, codec=codec):
-            """The blocks from that of worker ``first`` on, cut and encoded; the rest is kept."""
+            """Cuts and encodes the blocks of ``first`` and later workers; the rest is kept."""
             owner = owners(rows, first)
             largest, cut_off = jax.vmap(lambda row: _kth_magnitude.keep_largest(row, slots))(rows)
             kept.extend((others, owner) for others in cut_off)
@@ -130,7 +129,7 @@ def spardl(density: float, *, codec: Codec | None = None) -> SparseAllreduce:
             staying = jax.tree.map(lambda rows, most=distance: rows[:most], held)
             held = _add(staying, codec.decode(came, plan.width, dtype), step)
 
-        # Everyone's own block, to all.
+        # Every worker's own block goes to all workers.
         last = codec
         if indices_alone:
             last = _messages.indices_alone(codec, plan.slots, plan.width, dtype)
@@ -161,17 +160,17 @@ def spardl(density: float, *, codec: Codec | None = None) -> SparseAllreduce:
 
 
 def _add(held: PaddedCOO, received: PaddedCOO, step: _halving.Round) -> PaddedCOO:
-    """What is held of some blocks, with what was received of the first of them.
+    """Adds the received entries of the first blocks to the entries that are held.
 
     Args:
       held: a row for each block.
-      received: the same, of as many blocks or fewer.
+      received: the same, for as many blocks or fewer.
       step: the round.
 
     Returns:
       Rows of ``step.held`` slots, ascending.
     """
-    # One after the other the blocks are one sparse vector.
+    # Joined one after the other, the blocks are one sparse vector.
     blocks, capacity = held.indices.shape
     regions = _slots.Regions(blocks * held.size, blocks, held.size)
 

@@ -1,4 +1,4 @@
-"""TopkA: everyone gathers everyone's selection and adds it up."""
+"""TopkA: every worker gathers all selections and adds them up."""
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,9 @@ def topk_a(*, codec: Codec | None = None) -> SparseAllreduce:
 
     .. math:: total = \sum_i coo_i
 
-    Each worker receives the pairs of all others and adds them up by itself.
-    Everything that was selected is delivered. It is the best choice for few
-    workers; its volume grows with P.
+    Each worker receives the pairs of all others and adds them up. Everything that was
+    selected is delivered. It suits two workers, and up to four if messages cost more than
+    bytes; its volume grows with P.
 
     Values and indices are packed in one integer array, so that a step is one
     collective.
@@ -29,18 +29,18 @@ def topk_a(*, codec: Codec | None = None) -> SparseAllreduce:
     ``log2 P`` latencies. Compute: P c random additions into n zeros.
 
     The total is dense. A PaddedCOO of the union would need two more random
-    accesses for each of the P c pairs (to number the union, and to write it into n
-    zeros in the end), where these additions go to their place at once; the n words
-    are needed in either case by who applies the update.
+    accesses for each of the P c pairs, to number the union and to write it into n
+    zeros in the end. The additions here write the n values at once, which any caller
+    needs to apply the update.
 
     Args:
       codec: encoding of the messages, exact by default. With a lossy one the total
-        is the sum of the decoded values, also of a worker's own; what a value lost,
-        and entries that were left out, are in ``undelivered``.
+        is the sum of the decoded values, including a worker's own. Rounding errors
+        and entries that were left out are in ``undelivered``.
 
     Returns:
-      A :class:`SparseAllreduce`; its total is ``f[n]``. ``undelivered`` answers slot
-      by slot. ``info.overflow`` counts the entries that the codec left out.
+      A :class:`SparseAllreduce`; its total is ``f[n]``. ``undelivered`` has only
+      ``slots``. ``info.overflow`` counts the entries that the codec left out.
 
     Raises:
       ValueError: at ``reduce``, an axis that is not bound.
@@ -81,11 +81,11 @@ def topk_a(*, codec: Codec | None = None) -> SparseAllreduce:
 def _sum_rows(coo: PaddedCOO) -> jax.Array:
     """The sum of the rows of ``coo[P, c]``, ``f[n]``, the same bits on every worker.
 
-    Row by row, since indices are unique within one: a GPU adds to one place in no
-    fixed order, and each worker makes this sum by itself. In float32, or float64.
+    Row by row, since indices are unique within one: a GPU adds to one place in no fixed
+    order, and each worker makes this sum for itself. In float32, or float64 for float64.
     """
-    # The carry has to have the type of its result from the start. It is a zero that XLA can't
-    # tell from a result of the indices, or the n of them would outlive the sum.
+    # The carry must have the type of its result from the start. Its zero depends on the indices;
+    # a constant would make n zeros that outlive the sum.
     zero = jnp.minimum(coo.indices[0, 0], 0).astype(sum_dtype(coo.values.dtype))
 
     def add(total, row):

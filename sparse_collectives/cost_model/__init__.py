@@ -1,8 +1,8 @@
 """What an exchange costs in the alpha-beta model, in plain Python.
 
-``paper_cost`` states the papers' formulas, ``predict`` those of this library's
-static messages, and ``expected_union`` how selections fill in. Nothing here traces
-or runs anything, so that any n, k and P is answered at once.
+``paper_cost`` gives the papers' formulas, ``predict`` the formulas of this library's
+static messages, and ``expected_union`` the fill-in of selections. Nothing here traces
+or runs anything, so the answer for any n, k and P is immediate.
 """
 
 from sparse_collectives.cost_model._fill_in import Overlap, expected_union

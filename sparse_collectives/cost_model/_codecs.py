@@ -1,4 +1,4 @@
-"""What the encodings cost: the sizes are those of the codecs themselves."""
+"""The sizes of encoded messages, taken from the codecs themselves."""
 
 import math
 
@@ -41,6 +41,6 @@ def escapes_per_pair(codec: MessageSizes, density: float) -> float:
 def has_room(codec: MessageSizes, density: float) -> bool:
     """Whether a full message has room for the escapes that uniform indices need.
 
-    Where they do not, a part of the selection is left out at every step.
+    Otherwise a part of the selection is left out at every step.
     """
     return escapes_per_pair(codec, density) <= codec.escapes

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 
 class Overlap(NamedTuple):
-    """A measured union, from which the unions of other numbers of workers follow.
+    """A measured union, from which the unions for other numbers of workers follow.
 
     Attributes:
       union: distinct indices in the selections of all workers, as a mean.
-      workers: how many workers these are.
+      workers: the number of these workers.
     """
 
     union: float
@@ -21,7 +21,7 @@ class Overlap(NamedTuple):
 
 
 def check_counts(size: int, selected: int, workers: int) -> None:
-    """1 <= k <= n and P >= 1."""
+    """Checks that 1 <= k <= n and P >= 1."""
     if size < 1:
         raise ValueError(f"size must be the number of gradient components, at least 1, got {size}.")
     if not 1 <= selected <= size:
@@ -35,11 +35,11 @@ def uniform_union(size: float, selected: float, workers: float) -> float:
 
     .. math:: E[K] = n (1 - (1 - k/n)^P)
 
-    The sum over subsets in the paper's B.1 is this in closed form. ``log1p`` and
-    ``expm1`` keep it exact where k/n is tiny and P large.
+    This is the closed form of the sum over subsets in the paper's B.1. ``log1p`` and
+    ``expm1`` keep it exact if k/n is tiny and P is large.
 
     Args:
-      size: n; a fraction is fine, for an effective size.
+      size: n; an effective size may be fractional.
       selected: k, at most n.
       workers: P.
 
@@ -58,15 +58,15 @@ def effective_size(selected: int, overlap: Overlap) -> float:
     """The number of places n' among which uniform selections would give this union.
 
     Selections that overlap more than by chance fill in as if the gradient were
-    shorter. n' is k where all workers select the same, and infinite where no two
+    shorter. n' is k if all workers select the same indices, and infinite if no two
     have an index in common.
 
     Args:
-      selected: k, when the union was measured.
+      selected: k of the measurement.
       overlap: the measured union.
 
     Raises:
-      ValueError: the union is not in [k, k P], or one worker measured it.
+      ValueError: the union is not in [k, k P], or it is of one worker.
     """
     union, workers = overlap
     if workers < 2:
@@ -78,7 +78,7 @@ def effective_size(selected: int, overlap: Overlap) -> float:
         )
     if union <= selected:
         return float(selected)
-    # Beyond 1e15 the difference from no overlap at all is below rounding.
+    # Beyond 1e15 the difference from no overlap at all is below the rounding error.
     low, high = math.log(selected), math.log(selected) + math.log(1e15)
     if uniform_union(math.exp(high), selected, workers) <= union:
         return math.inf
@@ -101,9 +101,8 @@ def expected_union(
       selected: k of each worker.
       workers: P.
       overlap: a union measured with this k at another number of workers. It fixes
-        an effective size (:func:`effective_size`) that takes the place of n.
-        None: uniform and independent indices, the worst case that SparCML
-        assumes.
+        an effective size (:func:`effective_size`) that replaces n. None: uniform
+        and independent indices, the worst case that SparCML assumes.
 
     Returns:
       E[K], in [k, min(n, k P)].

@@ -1,7 +1,7 @@
 """The costs of this library's algorithms: messages of static size, padding included.
 
-Slots and message sizes are those of the algorithms and codecs themselves, where
-they are plain Python; a test holds the words of all equal to what
+Slots and message sizes come from the plain Python of the algorithms and codecs
+themselves. A test checks that the words of all algorithms equal the words that
 :mod:`sparse_collectives.traffic` reads from the traced programs. Message counts
 assume trees for psum (2 log P), all_gather and reduce_scatter (log P), and one
 message for each partner of an all_to_all.
@@ -22,9 +22,9 @@ Formula = Callable[[Workload, MessageSizes], Estimate]
 
 # Slots of a message as a multiple of its fair share: the algorithms' default.
 SLACK = 1.25
-# Sparse forms of the dynamic SparCML, the default.
+# Sparse forms of the dynamic SparCML: its default.
 SPARSE_FORMS = 3
-# Words of what all workers of a mesh agree on before Ok-Topk balances, and whether it has to.
+# Words by which all workers of a mesh agree: how Ok-Topk balances, and whether it has to.
 _BALANCE_FLAGS, _WINDOW_FLAGS = 3, 1
 # Bytes of one bucket of the dense allreduce in buckets.
 BUCKET_BYTES = 25 * 2**20
@@ -80,8 +80,8 @@ def fill(w: Workload) -> float | None:
 def ssar_recursive_double(w: Workload, codec: MessageSizes) -> Estimate:
     """Log P exchanges whose slots double, up to n words.
 
-    Expected and upper: with the allgather that types the total as replicated, as
-    under ``shard_map(check_vma=True)``. Lower: without.
+    The expected and upper costs include the allgather that types the total as
+    replicated, as under ``shard_map(check_vma=True)``; the lower cost does not.
     """
     if w.workers == 1:
         return certain(Cost())
@@ -115,7 +115,7 @@ def _split(w: Workload, codec: MessageSizes) -> tuple[Cost, _slots.Regions, int]
 
 
 def _stream(codec: MessageSizes, slots: int, size: int) -> tuple[int, int]:
-    """Words of a message of so many pairs, or of all values where that is shorter; its pairs."""
+    """Words of a message of so many pairs, or of all values if that is shorter; its pairs."""
     pairs, dense_words = codec.pairs(slots, size), codec.dense(size)
     return (dense_words, 0) if pairs > dense_words else (pairs, slots)
 
@@ -133,8 +133,8 @@ def ssar_split_allgather(w: Workload, codec: MessageSizes) -> Estimate:
 def dsar_split_allgather(w: Workload, codec: MessageSizes) -> Estimate:
     """The split, then an allgather of the shortest form that fits the fullest region.
 
-    Lower and upper: the shortest and the longest form. Expected: the fullest region
-    has 1.25 times its share of the expected union.
+    The bounds are for the shortest and the longest form. The expected cost assumes that
+    the fullest region has 1.25 times its share of the expected union.
     """
     if w.workers == 1:
         return certain(Cost())
@@ -181,7 +181,7 @@ def gtopk(w: Workload, codec: MessageSizes) -> Estimate:
     if workers == 1:
         return certain(Cost())
     message = codec.pairs(w.selected, w.size)
-    # Each worker but one is a source once.
+    # Each worker except one is a source once.
     reduced = message * (workers - 1) / workers
     up = Cost(rounds, reduced, rounds * message, pairs=rounds * w.selected)
     block = math.ceil(message / workers)
@@ -193,7 +193,7 @@ def gtopk(w: Workload, codec: MessageSizes) -> Estimate:
 
 
 def spardl(w: Workload, codec: MessageSizes) -> Estimate:
-    """Log P messages with P - 1 blocks in all, then an allgather of one of each worker."""
+    """Log P messages with P - 1 blocks in all, then an allgather of a block of each worker."""
     if w.workers == 1:
         return certain(Cost())
     plan = _halving.make_plan(w.size, w.selected, w.workers, w.selected)
@@ -206,7 +206,7 @@ def spardl(w: Workload, codec: MessageSizes) -> Estimate:
 
 
 def agreed(bits: int | None) -> Formula:
-    """The allgather of the parts' indices, and the sum of what all have there."""
+    """The allgather of the parts' indices, and the sum of the values of all workers there."""
 
     def formula(w: Workload, codec: MessageSizes) -> Estimate:
         del codec
@@ -222,7 +222,7 @@ def agreed(bits: int | None) -> Formula:
 
 
 def leader(w: Workload, codec: MessageSizes) -> Estimate:
-    """One worker's indices and the values of all, each a psum of k words."""
+    """One worker's indices and the values of all workers, each a psum of k words."""
     del codec
     if w.workers == 1:
         return certain(Cost())
@@ -261,10 +261,10 @@ def ok_topk_flags(w: Workload) -> tuple[int, int, int]:
 def ok_topk(w: Workload, codec: MessageSizes) -> Estimate:
     """2.5k + 2.5k words in `raw`, at most 0.2k for the threshold, and the balancing.
 
-    Lower and expected: windows show the threshold, and nothing has to be balanced. Upper:
-    they don't, and the longest of the exchanges that balance is taken. Where there are no
-    windows the threshold takes its rounds, and expected is that the surplus goes to the
-    neighbours.
+    The lower and expected costs assume that windows show the threshold and that nothing has
+    to be balanced. The upper cost assumes that they do not, and takes the longest of the
+    exchanges that balance. Without windows, the threshold takes its rounds, and the expected
+    cost assumes that the surplus goes to the neighbors.
     """
     if w.workers == 1:
         return certain(Cost())
@@ -280,7 +280,7 @@ def ok_topk(w: Workload, codec: MessageSizes) -> Estimate:
     if _plan.REGIONS == "balanced":  # pyright: ignore[reportUnnecessaryComparison]
         consensus, period = _cost_of(step.consensus, w.workers), _plan.REPARTITION_PERIOD
         fixed += _even(consensus.messages / period, consensus.words / period)
-    # Slots for all that a worker may own: nothing is ever uneven.
+    # There are slots for all entries that a worker may own, so nothing is uneven.
     moves = [_cost_of(exchange, w.workers) for exchange in step.balance if exchange is not None]
     if plan.gather_slots >= min(plan.k, plan.owned_slots):
         moves = [Cost()]

@@ -26,12 +26,13 @@ def dense(w: Workload) -> Estimate:
 def tree(w: Workload) -> Estimate:
     """TreeAR: 2n words, 4 log m messages, between m nodes; chains of their g workers.
 
-    The double binary trees of Sanders et al. (Parallel Computing 35, 2009), as in NCCL, the
-    baseline of section 5.3 of Shi et al. A worker is inside one of the trees, where it receives
-    a half of the n values from each of its two children, and a leaf of the other; on the way
-    back it receives a half in each. 2 log m messages either way, with the pipeline full: its
-    blocks, of which the best number depends on the network, are not counted. The workers of a
-    node share its link; within it n values go along a chain and back.
+    These are the double binary trees of Sanders et al. (Parallel Computing 35, 2009), as in
+    NCCL, the baseline of section 5.3 of Shi et al. A worker is an inner node of one tree, in
+    which it receives half of the n values from each of its two children, and a leaf of the other
+    tree. On the way back it receives half of the values in each tree. There are 2 log m messages
+    in each direction, with a full pipeline; its blocks, whose best number depends on the network,
+    are not counted. The workers of a node share its link, and in the node n values go along a
+    chain and back.
     """
     group, nodes = w.inner_size, w.workers // w.inner_size
     words = 2 * w.size / group if nodes > 1 else 0
@@ -60,7 +61,7 @@ def gaussian_k(w: Workload) -> Estimate:
 def topk_dsa(w: Workload) -> Estimate:
     """[4k, 2k + n] (P-1)/P words, P + 2 log P messages (Table 1)."""
     share = (w.workers - 1) / w.workers
-    # Between k = n/2 and n the best case in pairs is past the switch to dense.
+    # Between k = n/2 and n, the best case in pairs is past the switch to dense.
     upper = (2 * w.selected + w.size) * share
     messages = w.workers + 2 * log2_rounds(w.workers) if w.workers > 1 else 0
     return _bounds(messages, min(4 * w.selected * share, upper), upper)
@@ -88,16 +89,16 @@ def spardl(w: Workload) -> Estimate:
 def ssar_recursive_double(w: Workload) -> Estimate:
     """[log P, P - 1] k pairs, log P messages (section 5.3.1).
 
-    Where P is not a power of two, the workers beyond the largest one that fits
-    fold into a partner: one message in front, and the result at the end
+    If P is not a power of two, the workers beyond the largest power of two below
+    P fold into a partner: one message at the beginning, and the result at the end
     (appendix A).
     """
     paired = 1 << (w.workers.bit_length() - 1)
     rounds = log2_rounds(paired)
     if paired == w.workers:
         return _bounds(rounds, 2 * w.selected * rounds, 2 * w.selected * (w.workers - 1))
-    # Without overlap a folded pair holds 2k, and the partners of a round at most
-    # doubles that; none holds more than all there is.
+    # Without overlap a folded pair holds 2k, and a round at most doubles that; no
+    # worker holds more than all entries.
     everything = w.selected * w.workers
     pairs = w.selected + everything
     pairs += sum(min(2 * w.selected << t, everything) for t in range(rounds))
@@ -127,8 +128,8 @@ def hierarchical(w: Workload) -> Estimate:
 
     With d = n components, density rho, m nodes of ``inner_size`` = g workers:
     (g-1) d/g and (g-1) rho d m / g words within a node, (m-1) rho d / g between
-    the nodes. The equations count the values only. That is the lower bound; with
-    an index for each value, the upper bound, the sparse terms double.
+    the nodes. The equations count the values only, which gives the lower bound.
+    With an index for each value the sparse terms double: the upper bound.
     """
     group, nodes = w.inner_size, w.workers // w.inner_size
 
@@ -172,7 +173,7 @@ def paper_cost(name: str, workload: Workload) -> Estimate:
       workload: n, k and P, and the workers of a node for ``hierarchical`` and ``tree``.
 
     Returns:
-      Bounds; the papers give no expectation, so ``expected`` is the upper one.
+      Bounds. The papers give no expectation, so ``expected`` is the upper bound.
 
     Raises:
       ValueError: there is no such algorithm.
@@ -187,8 +188,8 @@ def paper_cost(name: str, workload: Workload) -> Estimate:
 
 
 def sparse_limit(size: int, *, value_words: float = 1.0, index_words: float = 1.0) -> float:
-    """delta: the number of pairs from which a dense message is the shorter one.
+    """delta: the number of pairs from which on a dense message is shorter.
 
-    SparCML, section 5.1. n / 2 for pairs of a float32 and an int32.
+    SparCML, section 5.1. It is n / 2 for pairs of a float32 and an int32.
     """
     return size * value_words / (value_words + index_words)

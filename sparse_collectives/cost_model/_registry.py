@@ -1,6 +1,7 @@
 """The table of the allreduces: a new one adds a row here.
 
-The cost model, the planner and its picture, ``auto``, and the tests of the contract iterate it.
+The cost model, the planner and its picture, ``auto``, and the tests of the contract iterate over
+it.
 """
 
 import math
@@ -17,7 +18,7 @@ from sparse_collectives.cost_model._gpu import Program
 from sparse_collectives.cost_model._implementation import Formula
 from sparse_collectives.cost_model._types import Estimate, Workload
 
-# Slots for all that may come.
+# Slots for every entry that may arrive.
 _ALL = {"slack": math.inf, "fill": math.inf}
 # The encodings of value-index pairs.
 PAIR_CODECS = ("raw", "bf16", "narrow16", "narrow8")
@@ -26,26 +27,28 @@ PAIR_CODECS = ("raw", "bf16", "narrow16", "narrow8")
 class Algorithm(NamedTuple):
     """An allreduce as it is planned, predicted, drawn and tested.
 
+    The field ``colour`` is matplotlib's name of the color of its line in the planner's picture.
+
     Attributes:
       name: its key in :data:`ALGORITHMS`.
-      factory: what makes it; within nodes, the exchange between them.
-      arguments: what it is called with for a workload, without the codec.
+      factory: the function that makes it; with two levels, the exchange between nodes.
+      arguments: returns the arguments of ``factory`` for a workload, without the codec.
       formula: its cost.
-      colour: of its line in the planner's picture, as matplotlib names it.
       codecs: the encodings that make sense with it, the exact one first.
-      dense: whether nothing is selected.
+      dense: whether it exchanges all entries, without a selection.
       two_level: whether it needs workers grouped in nodes.
       hierarchical: whether ``factory`` is the outer exchange of ``hierarchical``.
       overlaps: whether it can run while the gradients are computed.
-      complete: whether all workers give what they have of an index that any selected, so
-        that the allreduce has a say in what is selected.
-      rounds: whether it rounds values by itself.
-      room: what to call it with besides, so that every selected entry is delivered: nothing, where
-        that is so anyway; None where the algorithm chooses what is delivered.
-      keeps_sums: whether a worker may keep sums of what others sent, and not only what it selected.
+      complete: whether all workers add their values at an index that any of them selected (full
+        sums), so that the allreduce takes part in the selection.
+      rounds: whether it rounds values without a codec.
+      room: further arguments with which it delivers every selected entry; empty if it always
+        does, and None if the algorithm chooses the entries that it delivers.
+      keeps_sums: whether a worker may keep sums of entries that others sent, in addition to
+        entries that it selected.
       wide: whether it sums float64 to the precision of float64.
       planned: whether the planner offers it.
-      gpu: the steady step around it as XLA compiles it for a GPU; None: it was not compiled.
+      gpu: the steady step around it as XLA compiles it for a GPU; None if it was not compiled.
     """
 
     name: str
@@ -74,7 +77,7 @@ class Algorithm(NamedTuple):
     def make(self, workload: Workload, codec: Codec | None = None) -> SparseAllreduce:
         """The allreduce for a workload, in the exact encoding if no other one is given.
 
-        Within nodes it is the exchange between them alone.
+        With two levels, it is the exchange between nodes alone.
         """
         encoding = {} if codec is None or not self.encodes else {"codec": codec}
         return self.factory(**self.arguments(workload), **encoding)
@@ -215,7 +218,7 @@ _ROWS = (
         wide=True,
         gpu=Program(103, 41.9),
     ),
-    # Random rounding (`qsgd`) is for dense runs, which no other one has.
+    # Random rounding (`qsgd`) is for dense runs, which no other algorithm has.
     _pairs(
         published.dsar_split_allgather,
         _nothing,
@@ -260,13 +263,14 @@ ALGORITHMS: Mapping[str, Algorithm] = {row.name: row for row in _ROWS}
 def predict(name: str, workload: Workload, codec: str = "raw") -> Estimate:
     """The cost of one of this library's algorithms, with its default arguments.
 
-    With a measured overlap ``ssar_split_allgather`` and ``ring_sparse`` get the
+    With a measured overlap, ``ssar_split_allgather`` and ``ring_sparse`` get the
     ``fill`` that it suggests.
 
     Args:
       name: a key of ``ALGORITHMS``: the name in ``sparse_collectives.allreduce``,
-        ``agreed(few)`` for that with the fewest bits, or ``hierarchical(...)`` around one.
-      workload: n, k and P, and the workers of a node where there are two levels.
+        ``agreed(few)`` for ``agreed`` with the fewest bits, or ``hierarchical(...)`` around
+        a name.
+      workload: n, k and P, and the workers of a node if there are two levels.
       codec: the name of a factory in ``sparse_collectives.wire``.
 
     Returns:

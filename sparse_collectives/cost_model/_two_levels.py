@@ -12,7 +12,7 @@ INFO_WORDS = 3
 
 
 def _within_nodes(w: Workload) -> Cost:
-    """Reduce-scatter before and allgather after, dense, within a node."""
+    """A dense reduce-scatter before and a dense allgather after, within a node."""
     group = w.inner_size
     shard = math.ceil(w.size / group)
     words = _dispatch.words_of_reduce_scatter(shard * group, group) + _dispatch.words_of_all_gather(
@@ -22,10 +22,10 @@ def _within_nodes(w: Workload) -> Cost:
 
 
 def _between_nodes(w: Workload) -> Workload:
-    """What is left for the workers that hold the same shard, one in each node."""
+    """The workload of the workers that hold the same shard, one in each node."""
     size = math.ceil(w.size / w.inner_size)
     selected = min(size, max(1, round(w.density * size)))
-    # The union of a shard is that share of the whole.
+    # The union of a shard is the same share of the whole union.
     return Workload(size, selected, w.workers // w.inner_size, overlap=_scaled(w, selected))
 
 
@@ -48,7 +48,7 @@ def nothing_agreed(w: Workload) -> tuple[int, int, int]:
 def hierarchical(
     formula: Formula, agreed: Callable[[Workload], tuple[int, int, int]] = nothing_agreed
 ) -> Formula:
-    """An exchange of shards between nodes, in a dense one within them.
+    """An exchange of shards between nodes, inside a dense exchange within them.
 
     Args:
       formula: the cost of the exchange between nodes.
@@ -58,7 +58,7 @@ def hierarchical(
 
     def cost(w: Workload, codec: MessageSizes) -> Estimate:
         group, rounds = w.inner_size, log2_rounds(w.inner_size)
-        # Count, threshold and words, which the workers of a node tell each other.
+        # Count, threshold and words, which the workers of a node exchange.
         inner = _within_nodes(w) + Cost(
             inner_messages=rounds, inner_words=_dispatch.words_of_all_gather(INFO_WORDS, group)
         )

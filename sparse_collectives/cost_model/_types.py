@@ -1,4 +1,4 @@
-"""What is exchanged, over which network, and what that costs."""
+"""The types of the cost model: a workload, a network and a cost."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Network(NamedTuple):
     Attributes:
       latency: alpha in seconds, of one message.
       seconds_per_word: beta, for one worker while all of them communicate.
-      inner_latency: alpha within a node; 0 where there is one level.
-      inner_seconds_per_word: beta within a node; 0 where there is one level.
+      inner_latency: alpha within a node; 0 if there is one level.
+      inner_seconds_per_word: beta within a node; 0 if there is one level.
     """
 
     latency: float
@@ -34,14 +34,14 @@ def network(
     inner_latency: float | str = 0.0,
     inner_bandwidth: float | str | None = None,
 ) -> Network:
-    """A :class:`Network` from a latency and a bandwidth.
+    """Makes a :class:`Network` from a latency and a bandwidth.
 
     Args:
-      latency: of one message, in seconds, or text such as ``"5us"``.
-      bandwidth: of one worker while all communicate, in bytes per second, or text
-        such as ``"25Gbit"`` or ``"3GB/s"``.
-      inner_latency: the same within a node.
-      inner_bandwidth: the same within a node. None: there is one level.
+      latency: the latency of one message, in seconds, or text such as ``"5us"``.
+      bandwidth: the bandwidth of one worker while all communicate, in bytes per
+        second, or text such as ``"25Gbit"`` or ``"3GB/s"``.
+      inner_latency: the latency within a node.
+      inner_bandwidth: the bandwidth within a node. None: there is one level.
 
     Raises:
       ValueError: a unit is unknown, a latency is negative, or a bandwidth is not
@@ -61,13 +61,13 @@ def network(
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """One step of data-parallel training, as far as the exchange sees it.
+    """One step of data-parallel training, as the exchange sees it.
 
     Attributes:
       size: n, gradient components.
       selected: k, entries that each worker selects.
       workers: P.
-      inner_size: workers of a node; it divides P. 1: there is one level.
+      inner_size: workers of a node, a divisor of P. 1: there is one level.
       overlap: how much the workers' selections have in common; None: uniform and
         independent indices.
     """
@@ -98,10 +98,10 @@ class Cost:
 
     Attributes:
       messages: how many times alpha is paid: messages in sequence on the longest path.
-      words: 4-byte words that a worker receives, as a mean over the workers. This
-        is what ``ReduceInfo.words`` and :mod:`sparse_collectives.traffic` count.
+      words: 4-byte words that a worker receives, as a mean over the workers.
+        ``ReduceInfo.words`` and :mod:`sparse_collectives.traffic` count the same.
       path_words: words in sequence on the longest path, for each of which beta is
-        paid. More than ``words`` where some workers wait for others.
+        paid. They exceed ``words`` if some workers wait for others.
       inner_messages: as ``messages``, within a node.
       inner_words: as ``path_words``, within a node.
       pairs: value-index pairs that a worker receives and has to merge.
@@ -119,7 +119,7 @@ class Cost:
         return Cost(*(a + b for a, b in pairs))
 
     def seconds(self, network: Network) -> float:
-        """Seconds of the exchange; local work is not in it."""
+        """Seconds of the exchange, without local work."""
         outer = self.messages * network.latency + self.path_words * network.seconds_per_word
         inner = (
             self.inner_messages * network.inner_latency
@@ -148,5 +148,5 @@ def certain(cost: Cost) -> Estimate:
 
 
 def log2_rounds(workers: int) -> int:
-    """The smallest r with 2**r >= P: rounds in which everyone can hear of everyone."""
+    """The smallest r with 2**r >= P: rounds after which a worker can have data of all."""
     return (workers - 1).bit_length()

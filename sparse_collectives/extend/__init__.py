@@ -1,7 +1,7 @@
-"""What an allreduce, a selector or a transformation of one's own may need besides the contracts.
+"""Helpers for allreduces, selectors and transformations of your own.
 
-The packages beside this one are for those who train. It is documented where it is
-defined.
+They complement the contracts. To train a model, use the other packages. The docstring of each
+helper documents it.
 """
 
 from sparse_collectives._compat import to_varying

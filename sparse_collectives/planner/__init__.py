@@ -1,7 +1,7 @@
 """Which allreduce is fastest for a model, a network and a number of workers.
 
-``python -m sparse_collectives plan`` prints what :func:`plan` returns, and what whole optimizers
-take.
+``python -m sparse_collectives plan`` prints the result of :func:`plan`, and the predicted steps of
+whole optimizers.
 """
 
 from sparse_collectives.planner._auto import auto, explain_auto

@@ -1,6 +1,6 @@
-"""What the options of the planner's command say, as what the planner takes.
+"""Converts the options of the planner's command to the arguments of the planner.
 
-Each raises a ValueError that names the option, the value and what to write instead.
+Each function raises a ValueError that names the option, the value and what to write instead.
 """
 
 import argparse
@@ -12,10 +12,10 @@ from sparse_collectives.cost_model import _fill_in
 from sparse_collectives.cost_model._types import Network
 from sparse_collectives.planner import _measured_file, _planner
 
-# One node's link where none is given; NVLink is several times as fast, PCIe slower.
+# The link of a node if none is given; NVLink is several times as fast, PCIe is slower.
 INNER_LATENCY, INNER_BANDWIDTH = "2us", "100GB/s"
 
-# A ring has a message for each worker: with more of them its cost alone takes seconds.
+# A ring has a message for each worker: with more workers, its cost alone takes seconds.
 _MOST_WORKERS = 1 << 16
 
 
@@ -25,7 +25,7 @@ def workers(option: str, text: str, examples: str = "16, 256 or 1k") -> int:
 
 
 def density(text: str) -> float:
-    """A share in (0, 1], and not the 1 that may be one percent."""
+    """A share in (0, 1], except a plain 1, which may mean one percent."""
     try:
         found = float(text)
     except ValueError:
@@ -44,7 +44,7 @@ def density(text: str) -> float:
 def network(
     args: argparse.Namespace, inner: int, measured: _measured_file.MeasuredFile | None
 ) -> Network:
-    """The links, of a node too where there are workers ``inner`` of it."""
+    """The links of the network, and of a node if it has several workers (``inner``)."""
     latency = _units.seconds(*_given("latency", args.latency, measured))
     bandwidth = _units.bandwidth(*_given("bandwidth", args.bandwidth, measured))
     if inner == 1:
@@ -63,7 +63,7 @@ def _given(
     text: str | None,
     measured: _measured_file.MeasuredFile | None,
 ) -> tuple[str, float | str]:
-    """What to call a number of the network in an error, and the number."""
+    """The name of a number of the network in an error message, and the number."""
     if text is not None:
         return f"--{name}", text
     if measured is None:
@@ -94,7 +94,7 @@ def overlap(text: str, selected: int) -> cost_model.Overlap:
 def local_cost(
     select_cost: str | None, workers_per_core: str = "1", merge_cost: str | None = None
 ) -> _planner.LocalCost:
-    """What a worker computes; of CPUs where nothing is given."""
+    """The local costs of a worker; the costs on a CPU if nothing is given."""
     sharing = _units.number("--workers-per-core", workers_per_core, 1, _MOST_WORKERS)
     named = {"cpu": _planner.CPU, "gpu": _planner.GPU}
     if select_cost is None or select_cost in named:

@@ -1,4 +1,4 @@
-"""The allreduce that the cost model predicts to be fastest, chosen when traced."""
+"""The allreduce that the cost model predicts to be fastest, chosen at trace time."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -14,14 +14,14 @@ from sparse_collectives.planner import _planner
 
 
 class AutoChoice(NamedTuple):
-    """What :func:`auto` uses, and why.
+    """The choice of :func:`auto`, and its reason.
 
     Attributes:
-      name: of the algorithm, in ``sparse_collectives.allreduce``.
-      codec: of the encoding, in ``sparse_collectives.wire``.
-      seconds: predicted for the exchange and the merging.
+      name: the name of the algorithm, in ``sparse_collectives.allreduce``.
+      codec: the name of the encoding, in ``sparse_collectives.wire``.
+      seconds: the predicted time of the exchange and the merging.
       reason: one sentence.
-      predictions: ``(name, codec, seconds)`` of all that were compared, fastest first.
+      predictions: ``(name, codec, seconds)`` of all options that were compared, fastest first.
     """
 
     name: str
@@ -47,31 +47,30 @@ def auto(
 ) -> SparseAllreduce:
     """The allreduce that is predicted to be fastest for this n, k, P and network.
 
-    The choice is made while tracing, from numbers that are the same on all workers,
-    so all choose the same and the program holds one algorithm only. Selection has
-    been paid for by then: only exchange and merging are compared, and where dense
-    wins, a dense optimizer without selection is faster still (:func:`explain_auto`
-    says so).
+    The choice is made at trace time, from numbers that are the same on all workers, so
+    all workers choose the same algorithm, and the program contains only that one. The
+    selection has already been made, so only the exchange and the merging are compared.
+    If dense wins, a dense optimizer without selection is faster still
+    (:func:`explain_auto` says so).
 
-    Algorithms differ in what they deliver: ``ok_topk`` the global top-k, ``spardl`` and
-    ``gtopk`` nearly, the others all that was selected. Pass ``candidates`` to choose
-    among one kind.
+    Algorithms differ in what they deliver: ``ok_topk`` delivers the global top-k,
+    ``spardl`` and ``gtopk`` nearly the global top-k, and the others all selected
+    entries. Pass ``candidates`` to choose among one kind.
 
     Args:
       density: k / n of the selection and of the result, in (0, 1].
-      latency: alpha, of one message, in seconds, or text such as ``"5us"``.
-      bandwidth: of one worker while all communicate, in bytes per second, or text
-        such as ``"25Gbit"``. :func:`sparse_collectives.measure` fits both.
-      candidates: names of allreduces to choose from; ``dense`` is always one. None:
-        all.
+      latency: alpha, the latency of one message, in seconds, or text such as ``"5us"``.
+      bandwidth: the bandwidth of one worker while all communicate, in bytes per second,
+        or text such as ``"25Gbit"``. :func:`sparse_collectives.measure` fits both.
+      candidates: names of allreduces to choose from, always with ``dense``. None: all.
       codecs: names of codecs to choose from; the default rounds nothing.
       merge_cost: seconds for each received pair; the default was measured on a CPU.
 
     Returns:
-      A :class:`SparseAllreduce` with the state and the total of the chosen one.
+      A :class:`SparseAllreduce` with the state and the total of the chosen algorithm.
 
     Raises:
-      ValueError: an argument out of its range; a name that does not exist.
+      ValueError: an argument is out of its range, or a name does not exist.
     """
     options = _options(density, latency, bandwidth, candidates, codecs, merge_cost)
 
@@ -110,20 +109,21 @@ def explain_auto(
     codecs: Sequence[str] = ("raw",),
     merge_cost: float | str = _planner.CPU.merge,
 ) -> AutoChoice:
-    """What :func:`auto` with the same arguments chooses for a size and an axis.
+    """The choice of :func:`auto` with the same arguments, for a size and an axis.
 
     Args:
       size: n, gradient components.
       axis_size: P, workers.
-      density: see :func:`auto`, as for all that follow.
-      latency: of one message.
-      bandwidth: of one worker.
-      candidates: names of allreduces.
-      codecs: names of codecs.
-      merge_cost: of a received pair.
+      density: k / n of the selection and of the result, in (0, 1].
+      latency: alpha, the latency of one message, in seconds, or text such as ``"5us"``.
+      bandwidth: the bandwidth of one worker while all communicate, in bytes per second,
+        or text such as ``"25Gbit"``.
+      candidates: names of allreduces to choose from, always with ``dense``. None: all.
+      codecs: names of codecs to choose from.
+      merge_cost: seconds for each received pair.
 
     Returns:
-      An :class:`AutoChoice`; printed, it is a table.
+      An :class:`AutoChoice`, which prints as a table.
 
     Raises:
       ValueError: as :func:`auto`.
@@ -139,9 +139,9 @@ def explain_auto(
 
 
 def _options(density, latency, bandwidth, candidates, codecs, merge_cost) -> tuple:
-    """All arguments checked, and hashable."""
+    """Checks all arguments and makes them hashable."""
     density = _validation.check_density(density)
-    # A complete one has a say in the selection, which has been made by then.
+    # A complete allreduce takes part in the selection, which has already been made.
     flat = tuple(
         name
         for name, row in ALGORITHMS.items()

@@ -1,4 +1,4 @@
-"""alpha and beta of the running mesh, fitted to the times of its collectives."""
+"""Fits alpha and beta of the running mesh to the times of its collectives."""
 
 import statistics
 import time
@@ -44,12 +44,12 @@ class Measured(NamedTuple):
 
     Attributes:
       latency: alpha, in seconds.
-      bandwidth: 4 / beta, in bytes per second; infinite where no time grew with
+      bandwidth: 4 / beta, in bytes per second; infinite if the times did not grow with
         the size.
       error: median over the samples of abs(fitted - measured) / measured.
       spread: median of the samples' spread.
-      workers: those of the axis that was measured.
-      samples: what was fitted.
+      workers: the number of workers on the measured axis.
+      samples: the fitted samples.
     """
 
     latency: float
@@ -60,21 +60,21 @@ class Measured(NamedTuple):
     samples: tuple[Sample, ...]
 
     def network(self) -> Network:
-        """The network of these numbers."""
+        """The network with this latency and bandwidth."""
         return Network(self.latency, BYTES_PER_WORD / self.bandwidth)
 
     def as_dict(self) -> dict[str, Any]:
-        """For a JSON file; the planner reads ``latency`` and ``bandwidth`` from it."""
+        """The content of a JSON file, of which the planner reads ``latency`` and ``bandwidth``."""
         return {**self._asdict(), "samples": [sample._asdict() for sample in self.samples]}
 
 
 def fit(samples: Sequence[Sample]) -> tuple[float, float]:
     r"""Alpha and beta, both at least 0, from measured times.
 
-    Least squares of the relative error, :math:`(m \alpha + w \beta) / t - 1`, as
-    times of small and large messages differ by orders of magnitude; reweighted so
-    that in the end the absolute error counts and not the squared one, and a few
-    disturbed samples change nothing.
+    The fit uses least squares of the relative error, :math:`(m \alpha + w \beta) / t - 1`,
+    because the times of small and large messages differ by orders of magnitude. It is
+    reweighted so that in the end the absolute error counts instead of the squared one,
+    and a few disturbed samples change nothing.
 
     Args:
       samples: at least two, of different sizes.
@@ -131,26 +131,26 @@ def measure(
     """Times collectives on a mesh and fits latency and bandwidth to them.
 
     psum, all_gather and ppermute of several sizes run in turn, in ``rounds``
-    rounds, so that a disturbance of the machine affects all of them. Their medians
-    are fitted by seconds = messages * alpha + words * beta, with the message and
-    word counts of :mod:`sparse_collectives.cost_model`. Look at ``error``: it says
-    how well two numbers describe this network. Devices that share a host measure
-    its memory, not a network.
+    rounds, so that a disturbance of the machine affects all of them. Their median
+    times are fitted by seconds = messages * alpha + words * beta, with the message
+    and word counts of :mod:`sparse_collectives.cost_model`. Check ``error``, which
+    shows how well two numbers describe this network. Devices that share a host
+    measure its memory instead of a network.
 
     Args:
       mesh: the devices. None: all devices in one row.
       axis: the mesh axis, or several. None: all axes of the mesh.
-      sizes: words of one worker's operand, ascending or not; at least two sizes
-        far apart.
-      rounds: how often each is timed.
+      sizes: words of one worker's operand, in any order; at least two sizes, which
+        should be far apart.
+      rounds: how often each collective is timed.
 
     Returns:
-      A :class:`Measured`; under ``jax.distributed`` each process measures for
-      itself, so take the numbers of one of them.
+      A :class:`Measured`. Under ``jax.distributed`` each process has its own, so use
+      the numbers of one process.
 
     Raises:
-      ValueError: the axis has fewer than two workers, fewer than two sizes, or a
-        count below 1.
+      ValueError: the axis does not exist or has fewer than two workers, there are
+        fewer than two sizes, or a count is below 1.
 
     Examples:
       ``m = sc.measure(mesh)``, then ``sc.planner.auto(density=0.01,
@@ -203,7 +203,7 @@ def measure(
 
 
 def _collectives(workers: int, axis: AxisName) -> list[tuple[str, int, Callable, Callable]]:
-    """Name, messages, words of a size, and a step from an operand to one of its shape."""
+    """Name, messages, words for a size, and a step that keeps the shape of its operand."""
     rounds = log2_rounds(workers)
     pairs = [(source, (source + 1) % workers) for source in range(workers)]
 
@@ -240,7 +240,7 @@ def _program(body: Callable, size: int, mesh: Mesh, axis: tuple) -> tuple[Callab
         return x
 
     run = jax.jit(jax.shard_map(chain, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
-    # Made where it is stored: no host holds all of it.
+    # Each device makes its own part, so that no host holds all of it.
     make = jax.jit(
         lambda: jnp.ones((workers * size,), jnp.float32), out_shardings=NamedSharding(mesh, spec)
     )

@@ -1,4 +1,4 @@
-"""What `measure --json` wrote, read back for `plan --measured`."""
+"""Reads a file of `measure --json` for `plan --measured`."""
 
 import json
 from typing import NamedTuple
@@ -7,7 +7,7 @@ from sparse_collectives import _units
 
 # `measure` writes some kilobytes.
 _LONGEST_FILE = 1 << 20
-# A median error above this says that latency and bandwidth hardly describe the network.
+# A median error above this means that latency and bandwidth hardly describe the network.
 LARGEST_ERROR = 0.3
 # No median is worse; a larger number is no result of a fit.
 _WORST_ERROR = 1e9
@@ -20,7 +20,7 @@ class MeasuredFile(NamedTuple):
       file: its name.
       latency: alpha, in seconds.
       bandwidth: in bytes per second.
-      error: of the fit; None in a file that says nothing of it.
+      error: the error of the fit; None if the file does not have it.
     """
 
     file: str
@@ -33,7 +33,7 @@ def read(file: str) -> MeasuredFile:
     """Reads a file that `measure --json` wrote.
 
     Raises:
-      OSError: it cannot be opened.
+      OSError: the file cannot be opened.
       ValueError: it is not JSON, or not an object with the two numbers.
     """
     with open(file, "rb") as stream:
@@ -72,7 +72,7 @@ def read(file: str) -> MeasuredFile:
 
 
 def warnings(error: float | None) -> list[str]:
-    """Lines to print where the fit of a network is poor; none where it is good."""
+    """Lines to print if the fit of a network is poor; none if it is good."""
     if error is None or error <= LARGEST_ERROR:
         return []
     return [

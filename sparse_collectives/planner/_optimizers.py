@@ -1,8 +1,9 @@
-"""Whole optimizers, as a user of `optax_ext` writes them: what their steps are predicted to take.
+"""Whole optimizers, as a user of `optax_ext` writes them, and predictions of their steps.
 
-Rows are descriptions: this package does not import `optax_ext`. What a worker computes was
-measured, and is all of a step but waiting: error feedback, selection, merging, the optimizer's
-arithmetic and the update. A test holds the numbers equal to those of the files in `docs/data/`.
+Rows are descriptions: this package does not import `optax_ext`. The computation of a worker is
+measured and is everything in a step except waiting: error feedback, selection, merging, the
+optimizer's arithmetic and the update. A test checks that the numbers equal the files in
+`docs/data/`.
 """
 
 import math
@@ -25,12 +26,12 @@ from sparse_collectives.planner._planner import (
 # `powersgd1/adamw` of four workers on two cores, n = 14.7M, 1 Gbit/s; the median of the runs in
 # docs/data/network_4*.json.
 ADAMW, SPARSE_ADAMW, POWERSGD = 1.63e-9, 6.18e-9, 6.49e-9
-# Not measured: by their passes over n (benchmarks/local/passes.json).
+# Estimated by the passes over n (benchmarks/local/passes.json), not measured.
 SPARSE_SGD = SPARSE_ADAMW * 22.3 / 26.3
-# AdamW by itself reads four arrays of n floats and writes three, in one kernel.
+# AdamW alone reads four arrays of n floats and writes three, in one kernel.
 _ADAMW_KERNEL = Program(1, 28.0)
-# The words of PowerSGD depend on the shapes: n in so many square matrices, which is within 2 % of
-# the layers of VGG-16 with 14.7M and with 1M parameters.
+# The words of PowerSGD depend on the shapes. With n in this many square matrices they are within
+# 2 % of the words for the layers of VGG-16, with 14.7M and with 1M parameters.
 _MATRICES = 32
 
 
@@ -38,17 +39,17 @@ class Optimizer(NamedTuple):
     """A whole optimizer as the planner offers it.
 
     Attributes:
-      name: in the table.
-      messages: how they are encoded.
-      code: what makes it, from the arguments of ``sparse_adamw`` or of ``optax_ext.dense``.
-      estimate: of its exchange.
+      name: its name in the table.
+      messages: the encoding of its messages.
+      code: the expression that makes it, with fields for the density and the buckets.
+      estimate: returns the cost of its exchange for a workload.
       cpu: processor seconds for each parameter.
       gpu: its kernels.
       adamw: whether it does AdamW's arithmetic.
-      exchange: the allreduce in it, by which its steps to the same loss are known; None: they are
-        not.
-      share: of the words of a dense allreduce in buckets, which can run behind the backward
-        pass; None: it is none.
+      exchange: the allreduce in it, by which its steps to the same loss are known; None if they
+        are not known.
+      share: its share of the words of a dense allreduce in buckets, which can overlap with the
+        backward pass; None if it is not such an allreduce.
       exact: whether no message is rounded.
     """
 
@@ -76,10 +77,10 @@ class Optimizers(NamedTuple):
       predictions: fastest first; ``codec`` says how the messages are encoded.
       recommended: ``sparse_adamw``, unless it is less than ``MARGIN`` times as fast as a dense
         AdamW.
-      ratio: of the step of the fastest dense AdamW to that of the fastest ``sparse_adamw``; None
-        where that is not among them.
-      others: AdamW behind something else, whose step is shorter than the recommended one's, or
-        longer by no more than ``TIE``.
+      ratio: the step of the fastest dense AdamW divided by the step of ``sparse_adamw``; None if
+        ``sparse_adamw`` is not among the predictions or nothing is exchanged.
+      others: AdamW after other exchanges, if the step is shorter than the recommended one, or
+        longer by at most a factor of ``TIE``.
     """
 
     predictions: tuple[Prediction, ...]
@@ -88,8 +89,8 @@ class Optimizers(NamedTuple):
     others: tuple[Prediction, ...]
 
 
-# Two steps that differ by less are equal, as far as the model can tell: its median error beside
-# measured steps is 21 % (docs/network.md).
+# The model cannot separate two steps that differ by less: its median error against measured
+# steps is 21 % (docs/network.md).
 TIE = 1.2
 
 
@@ -118,7 +119,7 @@ _HALF = 'optax_ext.dense(axis="data", buckets={buckets}, dtype="float16")'
 _BEHIND = "optax.chain({}, optax.adamw(rate))"
 _DENSE_ADAMW = _both(ALGORITHMS["dense"].gpu or DEFAULT, _ADAMW_KERNEL)
 
-# A row for each way of getting updates from gradients that README compares.
+# A row for each way of getting updates from gradients.
 OPTIMIZERS = (
     Optimizer(
         "sparse_adamw",
@@ -146,7 +147,7 @@ OPTIMIZERS = (
         _BEHIND.format('optax_ext.powersgd(1, axis="data")'),
         _two_factors,
         POWERSGD,
-        # Of rank 4.
+        # Compiled for rank 4.
         _both(Program(92, 70.0), _ADAMW_KERNEL),
     ),
     Optimizer(
@@ -195,14 +196,14 @@ def plan_optimizers(
     """Predicts every optimizer and recommends one.
 
     Args:
-      workload: n, k and P; nodes have no part in it.
+      workload: n, k and P; nodes are ignored.
       network: alpha and beta between workers.
-      local: costs on the worker. What was measured here is multiplied with what they are of the
-        default.
+      local: costs on the worker. The measured costs are multiplied by the ratio of these costs to
+        the default.
       compute: seconds of forward and backward pass.
-      exact: whether to leave out those that round messages.
-      steps: by the name of an allreduce, as :func:`plan` takes it; those without
-        a number are left out, but for the dense ones.
+      exact: whether to leave out optimizers that round messages.
+      steps: the steps to the same loss by the name of an allreduce, as in :func:`plan`; optimizers
+        without a number are left out, except the dense ones.
     """
     rows = []
     for option in OPTIMIZERS:
@@ -234,7 +235,7 @@ def plan_optimizers(
 
 
 def computed(option: Optimizer, size: int, local: LocalCost) -> float:
-    """Seconds of a step's local work, of so many parameters."""
+    """Seconds of a step's local work, for so many parameters."""
     if local.gpu:
         return option.gpu.seconds(size)
     return option.cpu * local.select / CPU.select * size * local.sharing

@@ -9,14 +9,14 @@ from sparse_collectives.cost_model._types import BYTES_PER_WORD, Cost
 from sparse_collectives.planner._optimizers import TIE, Optimizers
 from sparse_collectives.planner._planner import MARGIN, LocalCost, Plan, Prediction
 
-# Names in a list of ties.
+# The most names in a list of ties.
 _NAMED = 5
-# Of each decade of a short logarithmic axis.
+# Ticks of each decade of a short logarithmic axis.
 _TICKS = (1, 1.5, 2, 3, 4, 5, 7)
 
 
 def text(plan: Plan, optimizers: Optimizers | None = None, *, all_codecs: bool = False) -> str:
-    """Two tables of at most 100 columns, fastest first, and what to use."""
+    """Two tables of at most 100 columns, fastest first, and the recommendation."""
     rows = plan.predictions if all_codecs else best_codecs(plan)
     lines = [*_assumptions(plan), "", *_table(plan, ("algorithm", "codec"), rows)]
     if optimizers is not None:
@@ -82,7 +82,7 @@ def recommendation(plan: Plan) -> str:
 
 
 def _level(plan: Plan) -> str:
-    """What the model cannot tell from the recommended exchange, each algorithm once."""
+    """The algorithms that the model cannot separate from the recommended one, each once."""
     chosen = plan.recommended
     most = TIE * chosen.to_loss
     near = [row.name for row in plan.predictions if chosen.to_loss / TIE <= row.to_loss <= most]
@@ -92,7 +92,7 @@ def _level(plan: Plan) -> str:
 
 
 def _of_optimizers(found: Optimizers) -> list[str]:
-    """What to write as an optimizer, and what else has as short a step."""
+    """The recommended optimizer, and others with as short a step."""
     chosen, lines = found.recommended, []
     if found.others:
         named = [
@@ -110,7 +110,7 @@ def _of_optimizers(found: Optimizers) -> list[str]:
 
 
 def best_codecs(plan: Plan) -> list[Prediction]:
-    """The exact encoding and the fastest of each algorithm."""
+    """The exact encoding and the fastest encoding of each algorithm."""
     chosen: list[Prediction] = []
     for row in plan.predictions:
         if row.codec == "raw" or all(other.name != row.name for other in chosen):
@@ -155,7 +155,7 @@ def _local(local: LocalCost) -> str:
 
 
 def as_dict(plan: Plan, optimizers: Optimizers) -> dict[str, Any]:
-    """For a JSON file: the inputs, every prediction in seconds and words, the choices."""
+    """For a JSON file: the inputs, every prediction in seconds and words, and the choices."""
 
     def cost(value: Cost) -> dict[str, float]:
         return {
@@ -197,14 +197,14 @@ def plot(file: str, plan_for: Callable[[int], Plan], workers: int, inner: int) -
     """Draws the step of each algorithm, in its fastest encoding, over P.
 
     Args:
-      file: where the PNG goes.
-      plan_for: the plan for another number of workers.
+      file: the name of the PNG file.
+      plan_for: returns the plan for a number of workers.
       workers: P of the plan, which the picture marks.
       inner: workers in a node; every P is a multiple of it.
 
     Raises:
       ImportError: matplotlib is not installed.
-      ValueError: the file cannot be written, or has the name of no picture.
+      ValueError: the file cannot be written, or its name is not the name of a picture.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -220,7 +220,7 @@ def plot(file: str, plan_for: Callable[[int], Plan], workers: int, inner: int) -
     counts = sorted(
         {inner << i for i in range(0 if inner > 1 else 1, nodes.bit_length())} | {workers}
     )
-    # An algorithm keeps its colour and marker whatever else is drawn.
+    # An algorithm keeps its color and marker whatever else is drawn.
     order = list(ALGORITHMS)
     lines: dict[str, list[tuple[int, float]]] = {}
     for count in counts:
@@ -259,7 +259,7 @@ def plot(file: str, plan_for: Callable[[int], Plan], workers: int, inner: int) -
     axes.set_xlabel("workers P")
     axes.set_ylabel("predicted step, ms")
     plan = plan_for(workers)
-    # They decide the order of the lines, so the picture shows all of them.
+    # The assumptions decide the order of the lines, so the picture shows all of them.
     axes.set_title("\n".join([*_assumptions(plan), "fastest encoding of each"]), fontsize=9)
     axes.grid(True, which="both", alpha=0.25)
     figure.legend(loc="outside right upper", fontsize=8)

@@ -15,8 +15,8 @@ from sparse_collectives.cost_model._codecs import CODECS, codec_sizes, has_room
 from sparse_collectives.cost_model._implementation import bucket_count
 from sparse_collectives.cost_model._types import Estimate, Network
 
-# A sparse step costs convergence and memory, and the model is not exact: it has to be
-# faster than a dense one by this much to be recommended.
+# A sparse step costs convergence and memory, and the model is not exact. To be recommended,
+# it has to be faster than a dense one by this factor.
 MARGIN = 1.1
 # The part of a training step during which gradients appear: a backward pass costs
 # about twice a forward pass.
@@ -24,15 +24,15 @@ BACKWARD_SHARE = 2 / 3
 
 
 class LocalCost(NamedTuple):
-    """What a worker computes besides the exchange.
+    """The cost of a worker's computation, without the exchange.
 
     Attributes:
       select: seconds per gradient component, for error feedback, selection and the
         update.
       merge: seconds per received pair.
-      gpu: whether it is a GPU, whose steps are counted in launches and bytes: then ``select`` and
-        ``merge`` come on top.
-      sharing: workers for each core, which take turns on it: 1 and more.
+      gpu: whether the worker is a GPU, whose steps are counted in launches and bytes; ``select``
+        and ``merge`` are then added.
+      sharing: workers for each core, which take turns on it, at least 1.
     """
 
     select: float
@@ -41,12 +41,12 @@ class LocalCost(NamedTuple):
     sharing: float = 1.0
 
     def seconds(self, program: _gpu.Program | None, entries: float, pairs: float) -> float:
-        """Of a step of an algorithm that selects from so many entries.
+        """Seconds of a step of an algorithm that selects from so many entries.
 
         Args:
-          program: the step on a GPU; None: it was not compiled.
-          entries: from which a worker selects.
-          pairs: that it receives.
+          program: the step on a GPU; None if it was not compiled.
+          entries: the number of entries from which a worker selects.
+          pairs: the number of pairs that it receives.
         """
         given = (self.select * entries + self.merge * pairs) * self.sharing
         return given + ((program or _gpu.DEFAULT).seconds(entries) if self.gpu else 0.0)
@@ -56,26 +56,27 @@ class LocalCost(NamedTuple):
 # two CPU cores, n = 14.7M. A scatter-add of pairs into n floats takes 2 to 7 ns a
 # pair on the same machine.
 CPU = LocalCost(3e-9, 6e-9)
-# Not timed: read from compiled programs.
+# Read from compiled programs, not timed.
 GPU = LocalCost(0.0, 0.0, gpu=True)
 
 
 class Prediction(NamedTuple):
-    """What one option is predicted to take.
+    """The predicted times of one option.
 
     Attributes:
-      name: that of the algorithm.
+      name: the name of the algorithm.
       codec: its encoding.
       dense: whether nothing is selected.
       code: the expression that makes it.
       estimate: bounds and expectation of the exchange.
       exchange: seconds of the exchange, expected.
       local: seconds of selection and merging.
-      hidden: seconds of the exchange that can run behind the computation.
-      step: seconds of a step: computation, local work and what is not hidden.
-      steps: to the same loss, as a multiple of the steps of a dense run; 1 where no factors
+      hidden: seconds of the exchange that can overlap with the computation.
+      step: seconds of a step: computation, local work and the exchange that is not hidden.
+      steps: steps to the same loss, as a multiple of the steps of a dense run; 1 if no factors
         were given.
-      speedup: the time of ``dense`` over that of this one: of a step, or to the same loss.
+      speedup: the time of ``dense`` divided by the time of this option, for a step or to the
+        same loss.
     """
 
     name: str
@@ -105,10 +106,10 @@ class Plan(NamedTuple):
       local: costs on the worker.
       compute: seconds of forward and backward pass.
       predictions: fastest first.
-      crowded: encodings left out, as the gaps at this density need more escapes than
+      crowded: encodings left out, because the gaps at this density need more escapes than
         they have room for.
-      to_loss: whether they are ordered by the time to the same loss, and not by steps.
-      unknown: algorithms left out, as nobody said how many steps they need.
+      to_loss: whether the order is by the time to the same loss instead of the time of a step.
+      unknown: algorithms left out, because the number of their steps was not given.
       recommended: the fastest; dense unless a sparse one is faster by ``MARGIN``.
       reason: one sentence.
     """
@@ -137,20 +138,20 @@ def plan(
 ) -> Plan:
     """Predicts every option and recommends one.
 
-    Plain numbers in, plain numbers out: workers that call it with the same
-    arguments choose the same. Cost: microseconds per option, and O(P) for a ring.
+    The inputs and results are plain numbers, so workers that call it with the same
+    arguments choose the same option. Cost: microseconds per option, and O(P) for a ring.
 
     Args:
       workload: n, k, P, and the workers of a node.
       network: alpha and beta.
       local: costs on the worker.
-      compute: seconds of forward and backward pass, which a bucketed exchange can
-        hide behind.
-      codecs: names to consider; None: all.
-      names: algorithms to consider, besides ``dense``; None: all.
-      steps: by the name of an algorithm, how many steps it needs to the same loss as a
-        multiple of those of a dense run (`benchmarks.learning`). Sparse ones that are
-        missing are left out. None: a step is compared with a step.
+      compute: seconds of forward and backward pass, with which a bucketed exchange can
+        overlap.
+      codecs: names of the codecs to consider. None: all.
+      names: names of the algorithms to consider, in addition to ``dense``. None: all.
+      steps: by the name of an algorithm, the steps that it needs to the same loss as a
+        multiple of the steps of a dense run (`benchmarks.learning`). Sparse algorithms
+        that are missing are left out. None: the times of single steps are compared.
 
     Returns:
       A :class:`Plan`.
@@ -207,7 +208,7 @@ def _predict(
 ) -> Prediction:
     estimate = predict(row.name, workload, codec)
     exchange = estimate.expected.seconds(network)
-    # Behind a reduce-scatter within the node a worker selects from its shard only.
+    # After a reduce-scatter within the node, a worker selects from its shard only.
     share = workload.inner_size if row.two_level else 1
     busy = 0.0
     if not row.dense:
@@ -253,7 +254,7 @@ def _check_steps(steps: Mapping[str, float] | None, known: list[str]) -> None:
         if not number or not 0 < factor < math.inf:
             raise ValueError(
                 f"steps[{name!r}] must be a positive number, the steps to the same loss as a "
-                f"multiple of those of a dense run, got {factor!r}."
+                f"multiple of the steps of a dense run, got {factor!r}."
             )
 
 

@@ -1,8 +1,8 @@
-"""How often to exchange, and how much: what rounds of `sparse_adamw` are predicted to take.
+"""How often to exchange, and how much: predictions of rounds of `sparse_adamw`.
 
-What is computed comes from what was measured of a step (`_optimizers`), the exchange from the cost
-model, and the loss from trainings of one small model (docs/between_sites.md): the time of a round
-can be predicted for a link, and the loss of a model can not.
+The computation comes from measured steps (`_optimizers`), the exchange from the cost model, and the
+loss from trainings of one small model (docs/between_sites.md). The time of a round can be predicted
+for a link; the loss of a model cannot.
 """
 
 import math
@@ -15,8 +15,8 @@ from sparse_collectives.cost_model._types import BYTES_PER_WORD, Estimate, Netwo
 from sparse_collectives.planner._optimizers import OPTIMIZERS, computed
 from sparse_collectives.planner._planner import CPU, LocalCost
 
-# Percent above dense AdamW at every step, by H and density: docs/data/learning_bytes.jsonl, to
-# which a test holds them equal. Means of three seeds, 4,000 steps, n = 31,745, eight workers.
+# Percent above the loss of dense AdamW at every step, by H and density: means of three seeds,
+# 4,000 steps, n = 31,745, eight workers. A test checks that docs/data/learning_bytes.jsonl agrees.
 ABOVE_DENSE: Mapping[tuple[int, float], float] = {
     (1, 0.05): -0.1,
     (1, 0.01): 2.7,
@@ -26,24 +26,26 @@ ABOVE_DENSE: Mapping[tuple[int, float], float] = {
     (30, 0.05): 7.3,
     (100, 0.5): 6.7,
 }
-# The share of a round that may be waiting, before another round is worth its loss.
+# The largest share of a round to spend on waiting, before a round with a higher loss is better.
 SHARE = 0.2
 
 
 class Round(NamedTuple):
     """One way to exchange.
 
+    The field ``beside`` has the seconds of a step if the exchange overlaps with the steps of the
+    next round. With an exchange at every step there is no such overlap, and it equals ``step``.
+
     Attributes:
       every: H, steps from one exchange to the next.
-      density: of the exchange.
+      density: the density of the exchange.
       exchange: seconds of an exchange.
-      step: seconds of a step, the mean of a round at whose end everyone waits.
-      beside: the same where the exchange is beside the steps of the next round; as ``step`` with
-        an exchange at every step, which has none to be beside.
-      words: received by a worker in a step, in the mean of a round.
-      needed: bits a second that hide the words of an exchange behind a round's computation.
-      above: percent above the loss of dense AdamW, as it was measured for a small model.
-      code: what makes it.
+      step: seconds of a step, as a mean over a round at whose end all workers wait.
+      words: words that a worker receives in a step, as a mean over a round.
+      needed: bits per second with which the words of an exchange take as long as the computation
+        of a round.
+      above: percent above the loss of dense AdamW, measured for a small model.
+      code: the expression that makes it.
     """
 
     every: int
@@ -62,11 +64,11 @@ class Rounds(NamedTuple):
 
     Attributes:
       rows: by H, and the largest density first.
-      recommended: the lowest loss of those that wait for no more than ``SHARE`` of a round; if
-        there is none, the shortest step beside the exchange.
-      hidden: whether the recommended one is to be beside its steps.
-      decides: what an exchange waits for, in words.
-      dense_needed: bits a second for a dense exchange every step, in float32.
+      recommended: the round with the lowest loss of those that wait for no more than ``SHARE`` of
+        a round; if there is none, the round with the shortest ``beside``.
+      hidden: whether the recommended exchange should overlap with steps.
+      decides: whether latency or bytes limit an exchange, as a text.
+      dense_needed: bits per second for a dense exchange at every step, in float32.
     """
 
     rows: tuple[Round, ...]
@@ -86,10 +88,10 @@ def plan_rounds(
       workers: P, sites.
       network: alpha and beta between them.
       compute: seconds of forward and backward pass, more than 0.
-      local: costs on a worker, which a step has besides.
+      local: costs on a worker, in addition to ``compute``.
 
     Raises:
-      ValueError: no ``compute``.
+      ValueError: ``compute`` is not above 0.
     """
     compute = _validation.check_number("compute", compute, 0.0, math.inf)
     if not compute:
@@ -113,9 +115,9 @@ def plan_rounds(
     )
     parts = f"{1e3 * latency:.3g} of {1e3 * every_step:.3g} ms of an exchange at every step"
     decides = (
-        f"latency decides, {parts}: a larger H, and with it a larger density"
+        f"latency decides, with {parts}: increase H, and the density with it"
         if latency > every_step / 2
-        else f"bytes decide, with latency {parts}: a smaller density costs less than a larger H"
+        else f"bytes decide, with latency {parts}: decrease the density before you increase H"
     )
     dense = 2 * size * BYTES_PER_WORD * 8 * (workers - 1) / workers / busy
     return Rounds(rows, chosen, not patient, decides, dense)
@@ -146,8 +148,8 @@ def _row(
 
 
 def text(found: Rounds) -> str:
-    """A table of at most 100 columns, and what to use."""
-    head = ("H", "density", "step ms", "beside", "exchange ms", "words a step", "Mbit/s", "loss")
+    """A table of at most 100 columns, and the recommendation."""
+    head = ("H", "density", "step ms", "overlapped", "exchange ms", "words", "Mbit/s", "loss")
     body = [
         (
             str(row.every),
@@ -168,21 +170,24 @@ def text(found: Rounds) -> str:
     ]
     chosen = found.recommended
     why = (
-        f"the lowest loss of those that wait for at most {SHARE:.0%} of a round"
+        f"it has the lowest loss of the rows that wait for at most {SHARE:.0%} of a round"
         if not found.hidden
-        else f"as all of them wait for more than {SHARE:.0%} of a round: the exchange beside the "
-        "steps, optax_ext.make_train_round"
+        else f"all rows wait for more than {SHARE:.0%} of a round, so overlap the exchange with "
+        "optax_ext.make_train_round"
     )
     dense = f"{found.dense_needed / 1e6:,.0f}"
     notes = (
-        "beside: with the exchange beside the steps, optax_ext.make_train_round. Mbit/s: what",
-        "hides the words of an exchange behind the computation of a round; a dense exchange at",
-        f"every step needs {dense}. loss: above dense AdamW at every step, of one small model,",
-        "eight workers, 4,000 steps, three seeds; beside the steps it was not measured.",
-        f"What decides: {found.decides}.",
-        f"Use {chosen.code},",
+        "overlapped: step ms with optax_ext.make_train_round, exchanging during the next round",
+        "words: received by a worker in a step, as a mean",
+        "Mbit/s: the bandwidth that hides the words of an exchange in the computation of a round;",
+        f"    a dense exchange at every step needs {dense}",
+        "loss: above dense AdamW at every step, for one small model, eight workers, 4,000 steps,",
+        "    three seeds; it was measured without overlapped exchanges",
+        "",
+        f"Here {found.decides}.",
+        f"Use {chosen.code}:",
         f"{why}.",
-        "Sites of CPUs call sparse_collectives.transport.use_direct_messages() first: the ring of",
-        "Gloo has more messages in a row than are counted here.",
+        "On CPUs, call sparse_collectives.transport.use_direct_messages() first: the ring of Gloo",
+        "sends more messages in a row than are counted here.",
     )
     return "\n".join([*lines, "", *notes])

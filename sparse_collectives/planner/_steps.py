@@ -1,14 +1,14 @@
-"""How many steps a sparse exchange needs to the loss of a dense one."""
+"""How many steps a sparse exchange needs to reach the loss of a dense one."""
 
 import json
 import math
 from collections.abc import Mapping
 
-# Not the name of a file: what was measured.
+# Stands for the measured factors instead of a file.
 ADAMW = "adamw"
 
 # With ``optax_ext.sparse_adamw`` around each, by workers and density (docs/learning.md,
-# "Steps to the same loss"). One small transformer: an order of magnitude, no promise.
+# "Steps to the same loss"). They are of one small transformer: an order of magnitude, no promise.
 MEASURED: Mapping[str, Mapping[tuple[int, float], float]] = {
     "agreed(few)": {
         (4, 0.05): 1.1,
@@ -17,10 +17,10 @@ MEASURED: Mapping[str, Mapping[tuple[int, float], float]] = {
         (32, 0.05): 1.45,
         (8, 0.01): 1.87,
     },
-    # Beyond what the dense runs reach: extrapolated.
+    # Extrapolated, because it is beyond the range of the dense runs.
     "ok_topk": {(8, 0.01): 2.12},
 }
-# What is measured says nothing of a case whose workers or density differ by more.
+# The measured factors do not apply if workers or density differ by a larger factor.
 _WORKERS, _DENSITY = 4.0, 1.5
 
 
@@ -28,14 +28,14 @@ def read(source: str, workers: int, density: float) -> dict[str, float]:
     """Factors by the name of an algorithm.
 
     Args:
-      source: ``ADAMW``: the measured ones, of the case that is nearest, where one is near; or
-        a JSON file.
+      source: ``ADAMW`` for the measured factors of the nearest case, if one is near; or the
+        name of a JSON file.
       workers: P.
       density: k / n.
 
     Raises:
-      OSError: the file can't be read.
-      ValueError: it holds something else.
+      OSError: the file cannot be read.
+      ValueError: the file does not hold a JSON object.
     """
     if source == ADAMW:
         found = {name: _nearest(cases, workers, density) for name, cases in MEASURED.items()}
@@ -48,7 +48,7 @@ def read(source: str, workers: int, density: float) -> dict[str, float]:
     if not isinstance(content, dict):
         raise ValueError(
             f'--same-loss {source} must hold an object such as {{"ok_topk": 1.4}}, the steps to '
-            "the same loss as a multiple of those of a dense run."
+            "the same loss as a multiple of the steps of a dense run."
         )
     return content
 
@@ -56,7 +56,7 @@ def read(source: str, workers: int, density: float) -> dict[str, float]:
 def _nearest(
     cases: Mapping[tuple[int, float], float], workers: int, density: float
 ) -> float | None:
-    """That of the case whose workers and density differ by the smallest factors; None: far."""
+    """The factor of the case with the nearest workers and density; None if it is far."""
 
     def apart(case: tuple[int, float]) -> tuple[float, float]:
         return abs(math.log(case[0] / workers)), abs(math.log(case[1] / density))

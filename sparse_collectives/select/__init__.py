@@ -1,6 +1,6 @@
-"""Selectors: which entries of the accumulator a worker sends.
+"""Selectors: they choose the entries of its accumulator that a worker sends.
 
-:mod:`~sparse_collectives.select.published` has the others of the papers.
+:mod:`~sparse_collectives.select.published` has the other selectors of the papers.
 """
 
 from sparse_collectives.select import published

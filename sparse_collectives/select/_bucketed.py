@@ -1,8 +1,8 @@
 """Bucketed top-k: the largest magnitudes of each run of consecutive entries.
 
-SparCML selects k out of each 512 consecutive entries. No entry competes with
-those of another layer, and the selection is spread evenly, so that the regions
-of an allreduce need no balancing.
+SparCML selects k of each 512 consecutive entries. An entry competes only with
+the other entries of its bucket, and the selection is spread evenly, so that the
+regions of an allreduce need no balancing.
 """
 
 import jax
@@ -17,18 +17,19 @@ from sparse_collectives.select._shared import _rows
 
 
 def bucketed(density: float, *, bucket: int = 512) -> Selector:
-    """Selects the ``max(1, round(density * bucket))`` largest of each bucket.
+    """Selects the ``max(1, round(density * bucket))`` largest entries of each bucket.
 
-    Among entries tied at a bucket's k-th magnitude those with the smallest
+    Among entries tied at a bucket's k-th magnitude, those with the smallest
     indices are taken. Zeros are never selected. NaN counts as larger than
-    infinity. What remains of n after whole buckets is a shorter bucket, from
-    which the same share is taken; a bucket larger than n is one of n entries.
+    infinity. The entries after the last whole bucket form a shorter bucket, from
+    which the same share is taken. If ``bucket`` exceeds n, there is one bucket of
+    n entries.
 
     Args:
-      density: the share taken from each bucket, in (0, 1]. Below 1 / bucket one
-        entry of each is taken.
-      bucket: B, consecutive entries that compete. The paper takes 512; a multiple
-        of 32 is fastest.
+      density: the share taken from each bucket, in (0, 1]. Below 1 / bucket, one
+        entry of each bucket is taken.
+      bucket: B, the number of consecutive entries that compete. The paper takes
+        512; a multiple of 32 is fastest.
 
     Returns:
       A :class:`Selector` whose buffers have one slot for each entry that the
@@ -40,7 +41,7 @@ def bucketed(density: float, *, bucket: int = 512) -> Selector:
 
     Cost: two passes over n entries (group maxima and candidates), 16 over n / 16
     maxima and 31 over about ``2 density n`` slots, O(k log n). 33 more over n in
-    the rare miss, and where more than an eighth of the entries is wanted.
+    the rare miss, and if more than 1/8 of the entries is selected.
 
     References:
       Renggli et al., SparCML: High-Performance Sparse Communication for Machine

@@ -19,20 +19,20 @@ _DGC_STAGES = (0.25, 0.0625, 0.015625, 0.004, 0.001)
 
 
 def exponential_density(start: float, end: float, steps: int) -> DensitySchedule:
-    r"""A density that falls, or rises, by the same factor at each step.
+    r"""A density that falls or rises by the same factor at each step.
 
     .. math:: density(t) = start \cdot (end / start)^{\min(t / steps, 1)}
 
     Args:
       start: the density at step 0, in (0, 1].
       end: the density from ``steps`` on, in (0, 1].
-      steps: steps from one to the other.
+      steps: the number of steps from ``start`` to ``end``.
 
     Returns:
       A function of the step count, for :func:`scheduled`.
 
     Raises:
-      ValueError: a density out of (0, 1], fewer than one step.
+      ValueError: a density is out of (0, 1], or ``steps`` is below 1.
 
     Example:
       >>> schedule = exponential_density(0.25, 0.01, 100)
@@ -52,18 +52,19 @@ def exponential_density(start: float, end: float, steps: int) -> DensitySchedule
 def staged_density(
     steps_per_stage: int, densities: Sequence[float] = _DGC_STAGES
 ) -> DensitySchedule:
-    """One density after the other; by default the warm-up of DGC, 25 % down to 0.1 %.
+    """A density for each stage; by default the warm-up of DGC, from 25 % down to 0.1 %.
 
     Args:
-      steps_per_stage: steps of each density but the last, which stays. In the paper
-        these are the steps of an epoch.
-      densities: of the stages, each in (0, 1].
+      steps_per_stage: the number of steps of each stage except the last, which does
+        not end. In the paper a stage is an epoch.
+      densities: the densities of the stages, each in (0, 1].
 
     Returns:
       A function of the step count, for :func:`scheduled`.
 
     Raises:
-      ValueError: no stage, a density out of (0, 1], fewer than one step.
+      ValueError: there is no stage, a density is out of (0, 1], or ``steps_per_stage``
+        is below 1.
 
     Example:
       >>> schedule = staged_density(10)
@@ -88,13 +89,13 @@ def staged_density(
 
 
 def strict_density(schedule: DensitySchedule, maximum: float) -> DensitySchedule:
-    """A schedule for which a density out of (0, maximum] is an error.
+    """Makes it an error if a schedule leaves (0, maximum].
 
-    Without it such a density is clipped, and ``clipped`` of the selector's state counts it. The
-    densities of :func:`staged_density` and :func:`exponential_density` are known, so that
-    they are checked here and cost nothing. Of any other function each step's value is
-    compared in the program, and a host callback raises; JAX reports it as a runtime error
-    when a result, or ``jax.effects_barrier()``, is waited for.
+    Otherwise such a density is clipped, and ``clipped`` in the selector's state counts it. The
+    densities of :func:`staged_density` and :func:`exponential_density` are known in advance, so
+    they are checked here, at no cost in the program. For any other function, the program compares
+    the value of each step, and a host callback raises. JAX reports this as a runtime error when
+    you wait for a result or for ``jax.effects_barrier()``.
 
     Args:
       schedule: ``schedule(count) -> density``.
@@ -104,9 +105,9 @@ def strict_density(schedule: DensitySchedule, maximum: float) -> DensitySchedule
       A function of the step count, for :func:`scheduled`.
 
     Raises:
-      ValueError: a density known now, or a constant known when it is traced, that is out
-        of range; a maximum out of (0, 1].
-      TypeError: a schedule that is not a function.
+      ValueError: a density that is known now, or a constant that is known when the schedule
+        is traced, is out of range; or ``maximum`` is out of (0, 1].
+      TypeError: ``schedule`` is not a function.
 
     Example:
       >>> schedule = strict_density(staged_density(10, (0.1, 0.01)), 0.1)
@@ -133,7 +134,7 @@ of at least 0.1, or lower the schedule.
             _check_at_most(_validation.check_density(float(density)), maximum)
             return density
         value = jnp.asarray(density, jnp.float32)
-        # The count is the same on every worker, and so is what is done.
+        # The count is the same on every worker, so all workers take the same branch.
         lax.cond(
             (value > 0) & (value <= jnp.float32(maximum)),
             lambda count, value: None,
@@ -151,9 +152,9 @@ class _Known:
     """A schedule between densities that are known before any step.
 
     Attributes:
-      function: of the step count.
-      densities: each in (0, 1], the largest among them.
-      spec: what it was made as.
+      function: the schedule, a function of the step count.
+      densities: known densities, each in (0, 1]; the largest one is among them.
+      spec: the call that made it.
     """
 
     function: DensitySchedule
@@ -173,7 +174,7 @@ def _check_at_most(density: float, maximum: float) -> None:
 
 
 def _raise(count: Any, density: Any, maximum: Any) -> None:
-    # Under vmap both branches of a conditional are computed, so that it is asked again.
+    # Under vmap both branches of a conditional run, so the condition is checked again.
     if not 0 < density <= maximum:
         raise ValueError(
             f"step {int(count)}: schedule is {float(density):.6g}, which is out of "

@@ -1,4 +1,4 @@
-"""Any selector, layer by layer."""
+"""Applies any selector layer by layer."""
 
 import math
 
@@ -12,25 +12,25 @@ from sparse_collectives.select._shared import _layers
 
 
 def layerwise(selector: Selector) -> Selector:
-    """Gives each layer a selection of its own: k of each layer, not k of all.
+    """Selects from each layer separately: k of each layer instead of k of all entries.
 
-    Layers whose gradients are small send as large a share as the others. It is
-    what DGC, RedSync, SIDCo and ADTopk do, while Ok-Topk selects from all layers
-    together; any selector can be used in both ways.
+    Layers with small gradients send as large a share as the others. DGC, RedSync,
+    SIDCo and ADTopk select in this way, while Ok-Topk selects from all layers
+    together. Every selector can be used in both ways.
 
     Args:
-      selector: from :mod:`sparse_collectives.select`; its density is that of each
-        layer, and each layer has a state of its own. Where it draws random indices, layers
-        of one size draw others.
+      selector: a selector of :mod:`sparse_collectives.select`. Its density applies to
+        each layer, and each layer has its own state. If it draws random indices,
+        layers of the same size draw different ones.
 
     Returns:
       A :class:`Selector` whose ``init`` takes a
       :class:`sparse_collectives.Layout`; :func:`optax_ext.sparse_allreduce` passes
-      that of the parameters. Given a number of entries it is ``selector`` itself.
-      A layer of fewer than 1 / density entries sends one, so that somewhat more
-      than ``density * n`` are selected in a model with many small layers.
+      the layout of the parameters. Given a number of entries, it selects as
+      ``selector`` does. A layer of fewer than 1 / density entries sends one entry, so
+      a model with many small layers selects somewhat more than ``density * n``.
 
-    Cost: that of ``selector`` for each layer. Layers of the same size share one
+    Cost: the cost of ``selector`` for each layer. Layers of the same size share one
     compiled loop.
 
     Example:

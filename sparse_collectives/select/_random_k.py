@@ -1,4 +1,4 @@
-"""Random-k: k indices at random, the control for every other selection.
+"""Random-k: k random indices, the control for every other selector.
 
 The indices are the images of 0 .. k-1 under a random permutation of 0 .. n-1.
 """
@@ -12,7 +12,7 @@ from sparse_collectives._data import Layout, PaddedCOO, as_layout
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, SelectInfo, Selector
 
-# Of the golden ratio: multiples of it, modulo 2**32, are far from one another.
+# From the golden ratio: multiples of it, modulo 2**32, are far from one another.
 _STRIDE = 0x9E3779B9 - 2**32
 
 
@@ -25,23 +25,23 @@ def random_k(
 ) -> Selector:
     """Draws ``k = max(1, round(density * n))`` distinct indices at each step.
 
-    Every index is as likely as any other, whatever its value; the draws of
-    different steps are independent. An index whose entry is zero is drawn and
-    not sent: its slot is padding.
+    Every index is equally likely, whatever its value, and the draws of different
+    steps are independent. An index whose entry is zero may be drawn but is not
+    sent: its slot is padding.
 
     Args:
       density: k / n, in (0, 1].
-      seed: that of the random numbers, in [0, 2**31).
+      seed: the seed of the random numbers, in [0, 2**31).
       same_on_all_workers: whether all workers draw the same indices, so that the
-        union of the selections has k entries and not up to P k.
-      axis: the mesh axis by which workers differ; needed with
-        ``same_on_all_workers=False``, and only then. ``select`` then runs inside
-        a function that is mapped over it.
+        union of the selections has k entries instead of up to P k.
+      axis: the mesh axis by which workers differ; required with
+        ``same_on_all_workers=False``, and only then. ``select`` must then run
+        inside a function that is mapped over it.
 
     Returns:
-      A :class:`Selector` whose buffers have k slots and whose state is ``i32[]``,
-      which grows by 1 at each step, from 0 (in :func:`layerwise` from another number for
-      each layer of a size). ``info.threshold`` is 0.
+      A :class:`Selector` whose buffers have k slots and whose state is ``i32[]``. The
+      state starts at 0 and grows by 1 at each step; in :func:`layerwise`, layers of the
+      same size start at different numbers. ``info.threshold`` is 0.
 
     Raises:
       ValueError: an argument is out of its range, or ``axis`` is missing or not used.
@@ -82,7 +82,7 @@ def random_k(
         k = _validation.count_from_density(density, size)
         key = jax.random.fold_in(jax.random.key(seed), state)
         if axis is not None:
-            transport.axis_size(axis)  # Raises where the axis is not bound.
+            transport.axis_size(axis)  # Raises if the axis is not bound.
             key = jax.random.fold_in(key, transport.axis_index(axis))
         drawn = _hash.permuted(key, jnp.arange(k, dtype=jnp.int32), size)
         nonzero = _bits.magnitude_bits(acc.at[drawn].get(mode="clip")) > 0

@@ -1,4 +1,4 @@
-"""A selector whose density changes from step to step, below that of its slots."""
+"""A selector whose density changes from step to step, up to the density of its slots."""
 
 from typing import Any, NamedTuple
 
@@ -29,29 +29,31 @@ class ScheduledState(NamedTuple):
 
 
 def scheduled(selector: Selector, schedule: float | DensitySchedule) -> Selector:
-    """Of what ``selector`` selects, the ``round(density(count) * n)`` largest.
+    """Selects the ``round(density(count) * n)`` largest of the entries of ``selector``.
 
-    The rest stays where it is. The slots of the selector are the maximum: shapes are
-    static, so the words that an allreduce sends are those of the maximum at every step,
-    and what a schedule saves is not traffic. It is the warm-up of DGC, which begins with
-    a density that an allreduce of the final one has no room for: give selector and
-    allreduce the largest density of the schedule.
+    The other entries are not sent. The slots of the selector are the maximum: shapes are
+    static, so an allreduce sends the words of the maximum at every step, and a schedule
+    does not reduce the traffic. It is meant for the warm-up of DGC, which begins with a
+    density for which an allreduce of the final density has no room. Give the selector and
+    the allreduce the largest density of the schedule.
 
     Args:
       selector: any selector.
       schedule: a density in (0, 1], or a function of the number of selections made, such
-        as :func:`exponential_density` and :func:`staged_density`. A density that has no
-        slots is clipped, and ``clipped`` counts it; :func:`strict_density` makes it an
-        error.
+        as :func:`exponential_density` and :func:`staged_density`. A density that needs
+        more slots than there are is clipped, and ``clipped`` counts it;
+        :func:`strict_density` makes it an error.
 
     Returns:
-      A :class:`Selector`. Cost: beside that of ``selector``, a bisection over the selected
-      magnitudes.
+      A :class:`Selector`.
 
     Raises:
-      TypeError: a schedule that is neither a number nor a function.
-      ValueError: a density known at trace time that is out of (0, 1], or for which the
-        selector has no slots.
+      TypeError: ``schedule`` is neither a number nor a function.
+      ValueError: a density that is known at trace time is out of (0, 1] or needs more
+        slots than the selector has.
+
+    Cost: a bisection over the selected magnitudes, in addition to the cost of
+    ``selector``.
 
     Example:
       >>> import jax.numpy as jnp, sparse_collectives as sc
@@ -72,7 +74,7 @@ def scheduled(selector: Selector, schedule: float | DensitySchedule) -> Selector
         constant = _validation.check_density(schedule)
         schedule_of, described = (lambda count: constant), constant
     else:
-        # A function says nothing that is the same in every program; ours have a spec.
+        # A function has no description that is the same in every program; ours have a spec.
         spec = getattr(schedule, "spec", None)
         schedule_of, described = schedule, str(spec) if spec else "function"
 
@@ -98,8 +100,8 @@ def _largest(
 ) -> tuple[PaddedCOO, jax.Array, jax.Array]:
     """The ``k(t) = max(1, round(density(t) * n))`` largest entries of a selection.
 
-    Exact: bisection over the selected magnitudes, ties broken by index. k(t) is at most
-    the slots of the selection.
+    The result is exact: bisection over the selected magnitudes, ties broken by index.
+    k(t) is at most the number of slots.
 
     Args:
       coo: the selection at the static maximum.
@@ -108,12 +110,12 @@ def _largest(
 
     Returns:
       The entries that are sent, in as many slots; the smallest magnitude among them,
-      ``f32[]``, or 0 where all are; and ``i32[]``, 1 where the density was clipped. A
+      ``f32[]``, or 0 if all are sent; and ``i32[]``, 1 if the density was clipped. A
       density that is not a positive number is clipped to one entry.
 
     Raises:
-      ValueError: a density known at trace time that is out of (0, 1], or for which the
-        selection has no slots.
+      ValueError: a density that is known at trace time is out of (0, 1] or needs more
+        slots than the selection has.
     """
     density: Any = schedule(count)
     if isinstance(density, (float, int, np.number)):

@@ -1,7 +1,7 @@
-"""A fixed threshold: everything that reaches a given magnitude.
+"""A fixed threshold: every entry that reaches a given magnitude.
 
-The oldest selection (Strom 2015): no statistics and nothing to adapt, so the
-count is whatever the accumulator makes of it. The static capacity bounds it.
+This is the oldest selection (Strom 2015). It has no statistics and adapts
+nothing, so the accumulator decides the count. The static capacity bounds it.
 """
 
 import jax
@@ -18,20 +18,20 @@ from sparse_collectives.select._shared import _thresholds
 def threshold(*, magnitude: float, density: float) -> Selector:
     """Selects the entries whose magnitude reaches ``magnitude``.
 
-    Zeros are never selected, also with ``magnitude=0``, which takes all that is
-    not zero. NaN counts as larger than infinity.
+    Zeros are never selected; ``magnitude=0`` selects every nonzero entry. NaN counts
+    as larger than infinity.
 
-    Where more entries reach the threshold than there are slots, a window of them
-    is taken which starts elsewhere at each step, so that none waits for ever; the others
-    are counted as overflow and stay with the caller.
+    If more entries reach the threshold than there are slots, a window of them is
+    taken. It starts at another place at each step, so each entry is sent eventually.
+    The others are counted as overflow and stay with the caller.
 
     Args:
       magnitude: the threshold, in [0, inf], in the units of the accumulator and
-        rounded to float32. It depends on the learning rate, the loss and the
-        layer, so it has to be found by trial; to avoid that, use
-        ``topk`` or ``threshold_reuse``.
+        rounded to float32. A good value depends on the learning rate, the loss and
+        the layer, so it has to be found by trial; ``topk`` and ``threshold_reuse``
+        avoid that.
       density: the slots of the buffer as a share of n, in (0, 1]: an upper bound
-        of k / n, not a goal.
+        on k / n, not a target.
 
     Returns:
       A :class:`Selector` whose buffers have ``max(1, round(density * n))`` slots
@@ -39,7 +39,7 @@ def threshold(*, magnitude: float, density: float) -> Selector:
 
     Raises:
       TypeError: density is not a number.
-      ValueError: an argument out of its range.
+      ValueError: an argument is out of its range.
 
     Cost: one pass over n entries, O(k log n).
 
@@ -57,7 +57,7 @@ def threshold(*, magnitude: float, density: float) -> Selector:
     magnitude = _validation.check_number("magnitude", magnitude, 0.0, float("inf"))
     density = _validation.check_density(density)
     with np.errstate(over="ignore", under="ignore"):
-        # Rounded here: a platform that flushes subnormals would make 0 of them.
+        # Rounded here, because a platform may flush subnormals to 0.
         pattern = int(np.float32(magnitude).view(np.int32))
 
     def init(size: int | Layout) -> jax.Array:

@@ -1,19 +1,19 @@
-"""Threshold reuse: an exact threshold every so many steps, followed in between.
+"""Threshold reuse: an exact threshold at some steps, which follows the count in between.
 
 Ok-Topk, section 3.1.3. The statistics of the accumulator change slowly, so the
 paper computes the exact k-th magnitude every tau' steps and selects by plain
 comparison with it in between.
 
-Deviation: a threshold that is only reused drifts, since the residual keeps
-growing under it, and the count with it. A servo moves the threshold by what the
-count shows: near the k-th magnitude the count falls as a power of the
-threshold, count ~ threshold^-s, so t <- t (count / k)^(1/s). The exponent starts
-as that of an exponential tail, log(n / k), and is then measured from pairs of
-thresholds and counts. A step whose count is off is counted again before
-anything is selected.
+Deviation: if a threshold is only reused, the residual keeps growing below it,
+and the count grows with the residual. A feedback controller (``servo``) moves the
+threshold according to the count: near the k-th magnitude the count falls as a
+power of the threshold, count ~ threshold^-s, so t <- t (count / k)^(1/s). The
+exponent starts at its value for an exponential tail, log(n / k), and is then
+measured from pairs of thresholds and counts. A step whose count is off is counted
+again before anything is selected.
 
-The program that the paper links to has a servo, too, by fixed factors: see
-:mod:`sparse_collectives.select._shared._thresholds`.
+The program that the paper links to also has a feedback controller, with fixed
+factors: see :mod:`sparse_collectives.select._shared._thresholds`.
 """
 
 import math
@@ -40,7 +40,7 @@ class ThresholdReuseState(NamedTuple):
 
     Attributes:
       count: ``i32[]``, steps taken.
-      threshold: ``f32[]``, the magnitude for the next step; 0 when it is not known
+      threshold: ``f32[]``, the magnitude for the next step; 0 if it is not known
         and the next step has to evaluate it exactly.
       steepness: ``f32[]``, the exponent s of the tail; 0 before the first step.
     """
@@ -59,12 +59,12 @@ class _Trial(NamedTuple):
 
 
 class _Bracket(NamedTuple):
-    """Two thresholds, one that more than k entries reach and one that fewer do.
+    """Two thresholds, one that more than k entries reach and one that fewer reach.
 
     Attributes:
       low, high: logarithms of the thresholds.
-      excess, lack: logarithms of count / k there, above and below 0; 0 where the
-        end is not known.
+      excess, lack: logarithms of count / k at the thresholds, above and below 0; 0 if
+        the end is not known.
     """
 
     low: jax.Array
@@ -81,32 +81,33 @@ def threshold_reuse(
     tolerance: float = 0.03,
     headroom: float = 0.25,
 ) -> Selector:
-    """Selects by a threshold that is exact every ``period`` steps.
+    """Selects by a threshold that is evaluated exactly every ``period`` steps.
 
     Args:
-      density: the wanted k / n, in (0, 1].
+      density: the target for k / n, in (0, 1].
       period: tau', steps between two exact evaluations (32 for VGG-16 and LSTM,
         128 for BERT in the paper).
-      servo: whether the threshold follows the count in between. ``False``: it does not,
-        which is the selection of the paper's text. ``'fixed'``: by fixed factors, as in the
-        program that the paper links to: while over 4k/3 entries pass, a step raises the
-        threshold by 1.03, up to five times; the next step has it divided by 1.012 if fewer than
-        2k/3 passed, and multiplied by it if more than 5k/4 did. An exact threshold is not raised.
-      tolerance: with ``servo=True``, a step whose count is further than this share
-        from k is counted again with a corrected threshold, up to four times.
-        ``math.inf`` never counts again.
+      servo: whether a feedback controller moves the threshold with the count in between.
+        ``False`` does not move it, as in the text of the paper. ``'fixed'`` moves it by fixed
+        factors, as in the program that the paper links to. While more than 4k/3 entries pass, a
+        step multiplies the threshold by 1.03, up to five times. For the next step it is divided
+        by 1.012 if fewer than 2k/3 entries passed, and multiplied by 1.012 if more than 5k/4
+        passed. An exact threshold is not raised.
+      tolerance: with ``servo=True``, a step whose count differs from k by more than this
+        share is counted again with a corrected threshold, up to four times. ``math.inf``
+        disables recounts.
       headroom: slots beyond k, as a share of k. Entries that pass the threshold
-        and find no slot stay with the caller; which ones changes from step to
-        step, so that none waits for ever.
+        but find no slot stay with the caller. Which entries these are changes
+        from step to step, so each of them is sent eventually.
 
     Returns:
       A :class:`Selector` whose buffers have ``ceil((1 + headroom) k)`` slots.
 
     Raises:
-      ValueError: an argument out of its range.
+      ValueError: an argument is out of its range.
 
-    Cost: one pass over n entries; every ``period`` steps and at each recount one
-    more.
+    Cost: one pass over n entries, and one more every ``period`` steps and for each
+    recount.
 
     References:
       Li and Hoefler, Ok-Topk, PPoPP 2022, section 3.1.3 and Algorithm 1, lines 2 to 4.
@@ -124,7 +125,7 @@ def threshold_reuse(
 
     def select(acc: jax.Array, state: ThresholdReuseState):
         acc = _validation.as_vector("acc", acc)
-        # Of a worker: one that was made inside of the mapped function does not say so.
+        # The state varies over the workers; one made in the mapped function lacks that type.
         state = _compat.varying_like(state, acc)
         size = acc.shape[0]
         k = _validation.count_from_density(density, size)
@@ -171,21 +172,21 @@ def threshold_reuse(
 
 
 def _select_all(acc: jax.Array, state: ThresholdReuseState):
-    """Density 1: every nonzero."""
+    """Selects every nonzero entry, for density 1."""
     none = jnp.zeros_like(state.count)
     coo, info = _thresholds.select_reaching(acc, none, capacity=acc.shape[0], turn=state.count)
     return coo, state._replace(count=state.count + 1), info
 
 
 def _try(acc: jax.Array, threshold: jax.Array) -> _Trial:
-    """The entries that reach ``threshold``; zeros never do."""
+    """The entries that reach ``threshold``; zeros never reach it."""
     bits = jnp.maximum(_bits.magnitude_bits(threshold), 1)
     words = _bits.mask_by_magnitude(acc, lambda magnitude: magnitude >= bits)
     return _Trial(threshold, words, jnp.sum(_bits.popcount(words), dtype=jnp.int32))
 
 
 def _raise(acc: jax.Array, trial: _Trial, k: int, exact: jax.Array) -> _Trial:
-    """Tries higher thresholds while too many entries pass, but after an exact one."""
+    """Tries higher thresholds while too many entries pass, unless the threshold is exact."""
 
     def off(carry):
         turn, trial = carry
@@ -193,7 +194,7 @@ def _raise(acc: jax.Array, trial: _Trial, k: int, exact: jax.Array) -> _Trial:
 
     def again(carry):
         turn, trial = carry
-        # Tied to the carry, or XLA moves |acc| out of the loop into n words.
+        # Tied to the carry; otherwise XLA moves |acc| out of the loop, into n words.
         here, threshold = lax.optimization_barrier((acc, _thresholds.raised(trial.threshold)))
         return turn + 1, _try(here, threshold)
 
@@ -201,7 +202,7 @@ def _raise(acc: jax.Array, trial: _Trial, k: int, exact: jax.Array) -> _Trial:
 
 
 def _ratio(count: jax.Array, k: int) -> jax.Array:
-    # Bounded: an empty or a flooded step says which way to go, not how far.
+    # Bounded, because an empty or a flooded step gives a direction but not a distance.
     return jnp.clip(count.astype(jnp.float32) / k, 1 / 16, 16.0)
 
 
@@ -220,10 +221,10 @@ def _recount(
 ) -> tuple[_Trial, jax.Array]:
     """Corrects the threshold until the count is within ``tolerance`` of k.
 
-    The tail is followed as a power until one count is above k and one below, then
-    k is sought between the two. Of two trials the one whose count is nearer to k,
-    as a ratio, is kept: on tied entries there may be no threshold that exactly k
-    entries reach, and none at all is worst. An exact threshold is not corrected.
+    The tail is modeled as a power until one count is above k and one below; then
+    the search goes on between the two. The trial whose count is nearer to k, as a
+    ratio, is kept: with ties there may be no threshold that exactly k entries
+    reach, and to select nothing is worst. An exact threshold is not corrected.
     """
 
     def distance(count):
@@ -238,10 +239,10 @@ def _recount(
         turn, old, steepness, bracket = carry
         closed = (bracket.excess > 0) & (bracket.lack < 0)
         following = jnp.where(closed, _inside(bracket), _follow(old, steepness, k))
-        # Tied to the carry, or XLA moves |acc| out of the loop into n words.
+        # Tied to the carry; otherwise XLA moves |acc| out of the loop, into n words.
         here, threshold = lax.optimization_barrier((acc, following))
         new = _try(here, threshold)
-        # The secant through both trials, where they differ enough to have one.
+        # The secant through both trials, if they differ enough to define one.
         rise = jnp.log(jnp.maximum(old.count, 1) / jnp.maximum(new.count, 1))
         run = jnp.log(new.threshold / old.threshold)
         usable = (jnp.abs(run) > 1e-6) & (rise * run > 0)
@@ -261,9 +262,9 @@ def _recount(
 def _narrowed(bracket: _Bracket, trial: _Trial, k: int) -> _Bracket:
     """The bracket with one end moved to ``trial``.
 
-    An end that stays while the other one moves counts for half the next time (the
-    Illinois rule): where the tail has an edge, as under error feedback, the
-    thresholds would otherwise approach k from one side only, in small steps.
+    An end that stays while the other one moves counts half the next time (the
+    Illinois rule). Otherwise, if the tail has an edge, as it has with error feedback,
+    the thresholds would approach k from one side only, in small steps.
     """
     low, excess, high, lack = bracket
     at, ratio = jnp.log(trial.threshold), jnp.log(_ratio(trial.count, k))
@@ -277,7 +278,7 @@ def _narrowed(bracket: _Bracket, trial: _Trial, k: int) -> _Bracket:
 
 
 def _inside(bracket: _Bracket) -> jax.Array:
-    """Where the line through both ends of a closed bracket says that k entries reach."""
+    """The threshold for k entries, on the line through both ends of a closed bracket."""
     low, excess, high, lack = bracket
     span = jnp.where(excess > lack, excess - lack, 1.0)
     return jnp.exp((high * excess - low * lack) / span)

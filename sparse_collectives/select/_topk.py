@@ -1,10 +1,10 @@
 """Exact top-k: the k largest magnitudes, ties broken by index.
 
-A magnitude that somewhat more than k entries reach is known from the step
-before. One pass compacts these candidates, and the exact selection is made
-among them. Where the guess fails, and the count shows it, the next one comes
-from a sample of this step's entries, and the last resort is the exact k-th
-magnitude of all n entries.
+The previous step gives a guess: a magnitude that somewhat more than k entries
+reach. One pass compacts these candidates, and the exact selection is made among
+them. If the guess fails, which the count shows, the next guess comes from a
+sample of this step's entries. The last resort is the exact k-th magnitude of all
+n entries.
 """
 
 import math
@@ -19,18 +19,18 @@ from sparse_collectives._data import Layout, PaddedCOO, as_layout
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import SelectInfo, Selector
 
-# Candidates aimed at and slots for them, as multiples of k.
+# The target number of candidates, and slots for them, as multiples of k.
 _AIM = 1.15
 _ROOM = 1.4
 _NONE_BITS = 0x7FFFFFFF
-# To find candidates.
+# Attempts to find candidates.
 _ATTEMPTS = 4
 
 
 def topk(density: float) -> Selector:
     r"""Selects exactly the ``k = max(1, round(density * n))`` largest magnitudes.
 
-    Among entries tied at the k-th magnitude those with the smallest indices are
+    Among entries tied at the k-th magnitude, those with the smallest indices are
     taken. Zeros are never selected, so with fewer than k nonzeros the count is
     the number of nonzeros. NaN counts as larger than infinity.
 
@@ -42,7 +42,7 @@ def topk(density: float) -> Selector:
 
     Returns:
       A :class:`Selector` whose buffers have k slots and whose state is ``f32[]``,
-      a magnitude, 0 where none is known.
+      a magnitude, or 0 if none is known.
 
     Raises:
       ValueError: density is not in (0, 1].
@@ -62,7 +62,7 @@ def topk(density: float) -> Selector:
 
     def select(acc: jax.Array, state: jax.Array):
         acc = _validation.as_vector("acc", acc)
-        # Of a worker: one that was made inside of the mapped function does not say so.
+        # The state varies over the workers; one made in the mapped function lacks that type.
         state = _compat.varying_like(state, acc)
         size = acc.shape[0]
         k = _validation.count_from_density(density, size)
@@ -83,10 +83,10 @@ def topk(density: float) -> Selector:
 
 
 def select_directly(acc: jax.Array, k: int) -> tuple[PaddedCOO, jax.Array]:
-    """The exact k-th magnitude, then compaction."""
+    """Selects by the exact k-th magnitude of all entries, followed by compaction."""
     threshold_bits = _kth_magnitude.kth_magnitude_bits(acc, k)
     coo, count = _compaction.compact(acc, threshold_bits, capacity=k)
-    # More than k entries pass only where several have the k-th magnitude.
+    # More than k entries pass only if several have the k-th magnitude.
     coo = lax.cond(count > k, lambda: _break_ties(acc, threshold_bits, k), lambda: coo)
     return coo, threshold_bits
 
@@ -105,11 +105,11 @@ def _select_among_candidates(
 
 
 def _next_guess(low: jax.Array, count: jax.Array, threshold: jax.Array, k: int) -> jax.Array:
-    """The magnitude that 1.15 k entries reach, if the tail stays as it is.
+    """The magnitude that 1.15 k entries reach, if the tail does not change.
 
-    Two points of the tail are known: ``count`` entries reach ``low``, k reach
-    ``threshold``. Between and near them the count is taken as a power of the
-    magnitude. 0, which asks for a sample, where they do not determine one.
+    Two points of the tail are known: ``count`` entries reach ``low``, and k reach
+    ``threshold``. Between and near them the count is modeled as a power of the
+    magnitude. If they do not determine one, the guess is 0, which asks for a sample.
     """
     steepness = jnp.log(count / k) / jnp.log(threshold / low)
     guess = low * (count.astype(jnp.float32) / (_AIM * k)) ** (1 / steepness)
@@ -120,11 +120,11 @@ def _next_guess(low: jax.Array, count: jax.Array, threshold: jax.Array, k: int) 
 def _candidates(
     acc: jax.Array, k: int, capacity: int, guess: jax.Array
 ) -> tuple[PaddedCOO, jax.Array, jax.Array]:
-    """All entries from some magnitude on, k or more; their count, and its bits.
+    """All entries that reach some magnitude, k or more; their count; the magnitude's bits.
 
-    Four attempts: the guess, a sample, the exact k-th magnitude, and, where more entries
-    have that than there are slots, the first of them. The count is below k only where there
-    are no more nonzeros.
+    There are four attempts: the guess, a sample, the exact k-th magnitude, and, if more entries
+    have that magnitude than there are slots, the first of them. The count is below k only if
+    there are fewer than k nonzeros.
     """
     size = acc.shape[0]
 
@@ -134,7 +134,7 @@ def _candidates(
         return (attempt < _ATTEMPTS) & ~enough
 
     def again(carry):
-        # Tied to the carry, or XLA moves |acc| out of the loop into n words.
+        # Tied to the carry; otherwise XLA moves |acc| out of the loop, into n words.
         here, attempt = lax.optimization_barrier((acc, carry[0]))
         sampled = _kth_magnitude.sampled_magnitude_bits(here, k)
         low = _kth_magnitude.bisect_all(here, k, sampled, attempt >= 2)
@@ -155,7 +155,7 @@ def _candidates(
 
 
 def _break_ties(acc: jax.Array, threshold_bits: jax.Array, k: int) -> PaddedCOO:
-    """All above the threshold, and the first of those equal to it."""
+    """All entries above the threshold, and the first of the entries equal to it."""
     end = _end_of_ties(acc, threshold_bits, k)
     return _compaction.compact(acc, threshold_bits, capacity=k, tie_cutoff=end)[0]
 

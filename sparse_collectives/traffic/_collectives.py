@@ -13,7 +13,7 @@ from sparse_collectives import _compat
 from sparse_collectives.traffic._tree import Collective, Scope, shown
 from sparse_collectives.transport import _dispatch
 
-# By the primitive's name; `psum_invariant` and the like are what `check_vma=True` makes of them.
+# By the primitive's name; `check_vma=True` turns them into `psum_invariant` and the like.
 _KINDS = {
     "psum": "all_reduce",
     "psum_invariant": "all_reduce",
@@ -38,7 +38,7 @@ _VOLUMES = {
     "reduce_scatter": _dispatch.words_of_reduce_scatter,
     "collective_broadcast": _dispatch.words_of_broadcast,
 }
-# They name an axis and move nothing.
+# These primitives name an axis but move nothing.
 _FREE = {
     "axis_index",
     "preduced",
@@ -55,7 +55,7 @@ def collective_of(eqn: Any, axes: Mapping[Any, int], scope: Scope) -> Collective
     Args:
       eqn: an equation of a jaxpr.
       axes: the sizes of the mesh axes that are bound around it.
-      scope: that of the equation.
+      scope: the scope of the equation.
 
     Returns:
       The collective with the words that each worker receives.
@@ -65,7 +65,7 @@ def collective_of(eqn: Any, axes: Mapping[Any, int], scope: Scope) -> Collective
         volume depends on data; an exchange over MPI; an axis that is not bound.
     """
     name = eqn.primitive.name
-    # Of a pair that starts and awaits an exchange, the start holds all that matters.
+    # If a pair starts and awaits an exchange, the start holds all that matters.
     kind = _KINDS.get(name.removesuffix("_start"))
     if kind is not None:
         return _measured(eqn, kind, axes, scope)
@@ -84,7 +84,7 @@ def collective_of(eqn: Any, axes: Mapping[Any, int], scope: Scope) -> Collective
     if over and name not in _FREE and name.removesuffix("_done") not in _KINDS:
         raise ValueError(
             f"the program holds a {name} over {over} in scope {shown(scope)}: a collective of jax"
-            f" {jax.__version__} whose words the meter does not know; measure a program that"
+            f" {jax.__version__} whose words the meter can't count; measure a program that"
             " exchanges by psum, all_gather, all_to_all, psum_scatter or ppermute."
         )
     return None
@@ -94,7 +94,7 @@ def _measured(eqn, kind: str, axes: Mapping[Any, int], scope: Scope) -> Collecti
     params = eqn.params
     over = params["axes"] if "axes" in params else params["axis_name"]
     over = over if isinstance(over, (tuple, list)) else (over,)
-    # A number is a dimension of the operand, summed where it is.
+    # A number is a dimension of the operand, which is summed locally.
     names = [name for name in over if not isinstance(name, int)]
     unbound = [name for name in names if name not in axes]
     if unbound:
@@ -117,14 +117,14 @@ def _measured(eqn, kind: str, axes: Mapping[Any, int], scope: Scope) -> Collecti
 
 
 def _words(aval, dimensions) -> float:
-    """Words of an operand; booleans and narrower integers take a byte each."""
+    """Words of an operand; booleans and integers narrower than a byte take a byte each."""
     kept = [size for axis, size in enumerate(aval.shape) if axis not in dimensions]
     return math.prod(kept) * aval.dtype.itemsize / 4
 
 
 def _named(eqn, axes: Mapping[Any, int]) -> list[Any]:
     """The bound axes that a parameter or an effect of `eqn` names."""
-    # The effects of an equation with jaxprs are those of what is in them.
+    # The effects of an equation with jaxprs are the effects of its jaxprs.
     found = set() if _compat.jaxprs_in(eqn) else _compat.axes_of_effects(eqn)
     for key, value in eqn.params.items():
         if "axis" in key or "axes" in key:

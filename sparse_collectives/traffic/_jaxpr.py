@@ -1,4 +1,4 @@
-"""The walk over a jaxpr, from which the tree of its collectives is made."""
+"""The walk over a jaxpr, which makes the tree of its collectives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sparse_collectives.traffic._collectives import collective_of
 from sparse_collectives.traffic._tree import Branches, Loop, Node, Scope, shown
 from sparse_collectives.traffic._trip_count import constant, constants_of, trip_count
 
-# They run the one jaxpr among their parameters once.
+# These primitives run the one jaxpr among their parameters once.
 _CALLS = {
     "checkpoint",
     "closed_call",
@@ -43,8 +43,8 @@ def read(jaxpr: Any) -> list[Node]:
       The tree.
 
     Raises:
-      ValueError: as :func:`collective_of`, or a primitive that holds collectives
-        and is none of those that are known here.
+      ValueError: as :func:`collective_of`, or a primitive that is not known here
+        holds collectives.
     """
     return list(_walk(jaxpr, (), {}, {}, None))
 
@@ -60,9 +60,9 @@ def _walk(
 
     Args:
       closed: the jaxpr.
-      scope: that of the equation which runs it; the scopes within are relative to it.
+      scope: the scope of the equation that runs it; the scopes within are relative to it.
       axes: the bound mesh axes and their sizes.
-      arguments: by position, those that are constants.
+      arguments: the constant arguments, by position.
       used: whether each result is used; None: all are.
 
     Yields:
@@ -97,7 +97,7 @@ def _walk(
                 if any(True for _ in _walk(unknown, here, axes, {}, None)):
                     raise ValueError(
                         f"the program holds a {name} in scope {shown(here)} with collectives in"
-                        f" it, and the meter does not know how often that primitive of jax"
+                        f" it, and the meter can't count how often that primitive of jax"
                         f" {jax.__version__} runs them; measure a program without it."
                     )
             collective = collective_of(eqn, axes, here)
@@ -126,16 +126,16 @@ def _bound_by(eqn) -> dict[Any, int]:
 
 
 def _forwarded(values: Sequence[Any], known: Mapping[Any, int]) -> dict[int, int]:
-    """Those of `values` that are constants, by position."""
+    """The constants among `values`, by position."""
     found = ((i, constant(value, known)) for i, value in enumerate(values))
     return {i: number for i, number in found if number is not None}
 
 
 def _live(jaxpr, used: Sequence[bool] | None) -> list[tuple[Any, list[bool]]]:
-    """The equations that matter, each with which of its results are used.
+    """The equations that matter, each with a flag for every result: whether it is used.
 
-    Lowering leaves out the others: those whose results nothing uses and that have
-    no effect besides running on the workers of an axis.
+    Lowering leaves out the others: their results are unused, and they have no effect
+    except that they run on the workers of an axis.
     """
     results = zip(jaxpr.outvars, used or [True] * len(jaxpr.outvars))
     live = {variable for variable, is_used in results if is_used and _compat.is_variable(variable)}

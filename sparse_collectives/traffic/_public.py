@@ -1,4 +1,4 @@
-"""Measure a function, a sparse allreduce, or a program that was traced."""
+"""Measures a function, a sparse allreduce, or a traced program."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def of_function(
     Cost: one trace; nothing is lowered or compiled, and no device is needed.
 
     Args:
-      fn: what runs on each worker; it may use the axis names.
+      fn: the function that runs on each worker; it may use the axis names.
       *args: arrays or `jax.ShapeDtypeStruct`s. With the default `in_specs`
         these are the shapes that one worker sees, otherwise global shapes.
       axis: the mesh axis name, or several.
@@ -48,7 +48,7 @@ def of_function(
       The traffic of one call.
 
     Raises:
-      ValueError: `axis` and `axis_size` don't match, or as `of_traced`.
+      ValueError: `axis` and `axis_size` do not match, or as `of_traced`.
 
     Examples:
       >>> import jax
@@ -92,7 +92,7 @@ def of_allreduce(
     Args:
       allreduce: a `SparseAllreduce`.
       size: n, gradient components.
-      capacity: slots of the selection that goes in, f32 and i32.
+      capacity: slots of the selection, with f32 values and i32 indices.
       axis_size: workers along each name of `axis`.
       axis: the mesh axis name, or several.
       frequencies: see `of_traced`.
@@ -103,7 +103,7 @@ def of_allreduce(
 
     Raises:
       ValueError: `size` or `capacity` is below 1, `axis` and `axis_size`
-        don't match, or as `of_traced`.
+        do not match, or as `of_traced`.
     """
     from sparse_collectives._data import PaddedCOO
 
@@ -138,43 +138,43 @@ def of_traced(
 ) -> Traffic:
     """Words that each worker receives in one call of a traced program.
 
-    The branches of a conditional weigh, in this order of precedence:
+    The branches of a conditional get their weights, in this order of precedence:
 
-    1. by `frequencies`, where it names a scope around the conditional;
-    2. where a `jax.named_scope` ending in `.everyN` is around a conditional
-       of two branches: 1/N for the branch with more words, 1 - 1/N for the
-       other (work that is done in one call of N);
-    3. by `conditional`.
+    1. from `frequencies`, if it names a scope around the conditional;
+    2. from a `jax.named_scope` ending in `.everyN` around a conditional of two
+       branches: 1/N for the branch with more words, 1 - 1/N for the other (work
+       that is done in one call of N);
+    3. from `conditional`.
 
-    A name applies to the conditionals in its scope, but not to those inside
-    their branches; of several names the innermost counts.
-    A loop with a constant trip count counts its body that often.
+    A name applies to the conditionals in its scope, but not to conditionals inside
+    their branches; the innermost of several names counts. The body of a loop with a
+    constant trip count is counted that many times.
 
-    A collective whose result nothing uses does not count, as it is not part of
-    the lowered program; within a loop it does.
+    A collective whose result is unused does not count, because it is not part of the
+    lowered program; within a loop it does count.
 
-    Cost: linear in the operations of the program; those of a function count as
-    often as it is called.
+    Cost: linear in the operations of the program; the operations of a function count
+    each time it is called.
 
     Args:
       traced: what `jax.jit(f).trace(...)`, `jax.make_jaxpr(f)(...)` or
         `TrainStep.trace(...)` returns.
-      frequencies: from a scope name (one component of the path, or several
-        joined by '/') to one weight per branch by branch index
-        (`lax.cond`: false, true), which sum to 1; or, for a loop whose trip
-        count is not a constant, to the mean number of iterations.
-      conditional: 'worst' takes the branch with most words, 'best' that with
-        fewest.
+      frequencies: maps a scope name (one component of the path, or several joined
+        by '/') to one weight per branch by branch index (`lax.cond`: false, true),
+        which sum to 1; or, for a loop whose trip count is not a constant, to the
+        mean number of iterations.
+      conditional: 'worst' takes the branch with the most words, 'best' the branch
+        with the fewest.
 
     Returns:
       The traffic of one call.
 
     Raises:
-      ValueError: a name of `frequencies` fits nothing or its weights don't
-        fit the branches; a loop holds collectives and its trip count is
-        unknown; a collective's volume depends on data, or the meter does not
-        know it; an exchange over MPI.
-      TypeError: `traced` is no traced program.
+      ValueError: a name of `frequencies` fits nothing, or its weights do not fit
+        the branches; a loop holds collectives and its trip count is unknown; the
+        volume of a collective depends on data, or the meter has no rule for it; the
+        program has an exchange over MPI.
+      TypeError: `traced` is not a traced program.
     """
     if conditional not in ("worst", "best"):
         raise ValueError(f"`conditional` is {conditional!r}; pass 'worst' or 'best'.")

@@ -1,4 +1,4 @@
-"""What a measurement is made of: rows, sums and a table."""
+"""The parts of a measurement: rows, sums and a table."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class CollectiveTraffic(NamedTuple):
       words: words that a worker receives per execution (for
         'collective_permute' the mean over workers).
       weight: mean number of executions per call of the program.
-      group_size: workers that take part together.
-      axes: the names of the axes that it is over.
+      group_size: the number of workers that take part together.
+      axes: the names of its axes.
     """
 
     kind: str
@@ -29,12 +29,12 @@ class CollectiveTraffic(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """What one call of a program receives.
+    """The words that a worker receives in one call of a program.
 
     Attributes:
       words: words received per worker and call, weighted.
-      collectives: one row per collective, in program order; the branches that
-        have no weight are left out.
+      collectives: one row per collective, in program order; branches without
+        weight are left out.
     """
 
     words: float
@@ -56,9 +56,9 @@ class Traffic(NamedTuple):
         return totals
 
     def by_axes(self) -> dict[tuple[Hashable, ...], float]:
-        """Weighted words per axis of the mesh, or several that a collective is over at once.
+        """Weighted words per axis of the mesh, or per several axes of one collective.
 
-        Where one axis is between sites and another inside of them, their links differ.
+        For example, an axis between sites and an axis inside them have different links.
         """
         totals: dict[tuple[Hashable, ...], float] = {}
         for row in self.collectives:

@@ -1,4 +1,4 @@
-"""A program as a tree of what decides how often each of its collectives runs.
+"""A program as a tree of the nodes that decide how often each of its collectives runs.
 
 The leaves are the collectives; conditionals and loops hold them. Each node has
 its scope, the path of the `jax.named_scope` names around it.
@@ -49,7 +49,7 @@ def inside_out(scope: Scope, outer: Scope) -> Iterator[Scope]:
 
 
 def ending(path: Scope, names: Iterable[str]) -> list[str]:
-    """Those of `names`, of one component or several, with which `path` ends; longest first."""
+    """The `names`, of one component or several, with which `path` ends; longest first."""
     ending = [name for name in names if f"/{'/'.join(path)}".endswith(f"/{name}")]
     return sorted(ending, key=len, reverse=True)
 

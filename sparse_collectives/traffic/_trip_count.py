@@ -15,11 +15,11 @@ def constants_of(jaxpr: Any, values: Sequence[Any], arguments: Mapping[int, int]
 
     Args:
       jaxpr: an open jaxpr.
-      values: those of its constants.
-      arguments: those of its arguments that are constants, by position.
+      values: the values of its constants.
+      arguments: its constant arguments, by position.
 
     Returns:
-      From variable to value.
+      A mapping from variable to value.
     """
     known = {jaxpr.invars[i]: value for i, value in arguments.items() if i < len(jaxpr.invars)}
     for variable, value in zip(jaxpr.constvars, values):
@@ -29,7 +29,7 @@ def constants_of(jaxpr: Any, values: Sequence[Any], arguments: Mapping[int, int]
 
 
 def constant(value: Any, known: Mapping[Any, int]) -> int | None:
-    """The integer that an operand is, if that is known."""
+    """The integer value of an operand; None if it is not known."""
     if not _is_counter(value.aval):
         return None
     if _compat.is_variable(value):
@@ -42,11 +42,11 @@ def _is_counter(aval) -> bool:
 
 
 def trip_count(eqn: Any, known: Mapping[Any, int]) -> int | None:
-    """The iterations of a `while` equation; None where they depend on data.
+    """The iterations of a `while` equation; None if they depend on data.
 
     Args:
-      eqn: the equation. `scan`, and so `fori_loop` from and to Python integers,
-        says its length itself and is not meant.
+      eqn: the equation. It is not a `scan`, and so not a `fori_loop` from and to
+        Python integers, which states its length itself.
       known: the constants around it.
     """
     condition, condition_values = _compat.open_jaxpr(eqn.params["cond_jaxpr"])
@@ -64,7 +64,7 @@ def trip_count(eqn: Any, known: Mapping[Any, int]) -> int | None:
 
     in_condition = in_(condition, condition_values, condition_operands)
     in_body = in_(body, body_values, body_operands)
-    # What the loop carries and does not change is a constant, too.
+    # A carried value that the loop does not change is also a constant.
     for i, operand in enumerate(carried):
         value = constant(operand, known)
         if value is not None and body.outvars[i] is body.invars[body_skip + i]:

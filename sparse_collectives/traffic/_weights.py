@@ -81,7 +81,7 @@ class Weigher:
                 if len(weights) == count:
                     self._used.add(name)
                     return weights
-                if any(branches):  # others move nothing, and weights don't matter
+                if any(branches):  # otherwise nothing moves, and weights do not matter
                     raise ValueError(
                         f"`frequencies[{name!r}]` has {len(weights)} weights, but the conditional"
                         f" in scope {_tree.shown(scope)} has {count} branches; pass one"

@@ -1,4 +1,4 @@
-"""How workers reach each other: the functions that algorithms are built on."""
+"""The collectives on which the algorithms are built."""
 
 from sparse_collectives.transport._direct import use_direct_messages
 from sparse_collectives.transport._dispatch import (

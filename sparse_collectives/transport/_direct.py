@@ -1,11 +1,11 @@
-"""Sums and gathers whose messages go straight to where they are needed.
+"""Sums and gathers whose messages go directly to the workers that need them.
 
-Gloo, which XLA uses between the processes of CPUs, sums and gathers in a ring: with P workers a sum
+Gloo, which XLA uses between CPU processes, sums and gathers in a ring: with P workers a sum
 is 2 (P-1) messages, each of which waits for the one before it. Here a sum is two exchanges in which
-everyone sends to everyone at once, parts of the vector to those who add them up and the sums back,
-and a gather is one. The words are those of the ring, in as many messages.
+every worker sends to every other at once: the parts of the vector to the workers that add them up,
+and then the sums back. A gather is one exchange. There are as many words and messages as in a ring.
 
-Large sums stay in the ring: there a worker receives from one other at a time, and nobody's messages
+Large sums stay in the ring. There a worker receives from one other at a time, so messages do not
 crowd each other out.
 """
 
@@ -19,30 +19,33 @@ from jax import lax
 from sparse_collectives import _compat
 from sparse_collectives._types import AxisName
 
-# What a worker may receive in an exchange, about what is on its way over 100 Mbit/s while a message
-# goes there and back in 100 ms.
+# The most that a worker may receive in an exchange: about the bytes in flight at 100 Mbit/s with a
+# round trip of 100 ms.
 MOST_BYTES = 1 << 20
 _in_use = False
 
 
 def use_direct_messages(use: bool = True) -> None:
-    """Says that a message between workers takes long, as it does between sites.
+    """Makes small sums and gathers direct, for links with high latency such as between sites.
 
-    Programs that are traced from then on send small sums and gathers straight to where they are
-    needed, in one or two exchanges, in place of a ring in which ``2 (P-1)`` messages wait for each
-    other. Over links of 100 Mbit/s and 50 ms a step of ``sparse_adamw`` with four workers then took
-    0.48 s in place of 1.31 s, and with ``every=10`` 68 ms in place of 120 ms (one run of a model
-    with n = 1.08M; `python -m benchmarks.network.sums` has the sums alone). Within a data center
-    leave it off: there a sum of one number is slower so.
+    Programs that are traced afterwards send small sums and gathers directly to the workers that
+    need them, in one or two exchanges, instead of in a ring of ``2 (P-1)`` messages that wait for
+    each other. Over links of 100 Mbit/s and 50 ms, a step of ``sparse_adamw`` with four workers
+    took 0.48 s instead of 1.31 s, and with ``every=10`` 68 ms instead of 120 ms (one run of a model
+    with n = 1.08M; ``python -m benchmarks.network.sums`` measures the sums alone). Leave it off
+    within a data center, since a sum of one number is slower with it there.
 
-    Call it once, before the first step, in all processes alike: those that disagree wait for each
-    other for ever. It is for meshes of CPUs, whose processes meet over Gloo: the libraries of GPUs
-    choose among algorithms themselves (``NCCL_ALGO``), and so does MPI, which it leaves alone. Sums
-    of which a worker receives more than 1 MiB stay in the ring. The results are the same on all
-    workers, to the bit; floats are added in another order than in a ring.
+    Call it once, before the first step, and in all processes alike: processes that disagree wait
+    for each other without end. It is for meshes of CPUs, whose processes communicate over Gloo. GPU
+    libraries choose among algorithms themselves (``NCCL_ALGO``), and so does MPI, which it does not
+    affect. Sums of which a worker receives more than 1 MiB stay in the ring. The results are the
+    same on all workers, to the bit; floats are added in a different order than in a ring.
 
     Args:
-      use: whether to, or to go back to the ring.
+      use: True for direct messages, False to go back to the ring.
+
+    Raises:
+      ValueError: ``use`` is not a bool.
 
     Example:
       >>> from sparse_collectives import transport
@@ -57,7 +60,7 @@ def use_direct_messages(use: bool = True) -> None:
 
 @contextlib.contextmanager
 def traced_with(use: bool) -> Generator[None]:
-    """As :func:`use_direct_messages`, for what is traced within."""
+    """Applies :func:`use_direct_messages` to programs that are traced within."""
     before = _in_use
     use_direct_messages(use)
     try:
@@ -72,7 +75,7 @@ def is_in_use() -> bool:
 
 
 def is_worth(axis: AxisName, received: float) -> bool:
-    """Whether to send directly what makes a worker receive so many bytes in an exchange."""
+    """Whether an exchange of which a worker receives so many bytes is sent directly."""
     return _in_use and received <= MOST_BYTES and not _compat.is_simulated(axis)
 
 
@@ -85,14 +88,15 @@ def all_gather(x: jax.Array, axis: AxisName) -> jax.Array:
 def psum_scatter(x: jax.Array, axis: AxisName) -> jax.Array:
     """Part j of the sum of ``x[P * m]`` on worker j; in one exchange, of ``L (P-1)/P`` words."""
     parts = x.reshape(lax.axis_size(axis), -1, *x.shape[1:])
-    # In the order of the workers, and by one of them: everyone has the same bits.
+    # One worker adds each part, in the order of the workers, so all have the same bits.
     return jnp.sum(_received(parts, axis), axis=0, dtype=x.dtype)
 
 
 def psum(x: jax.Array, axis: AxisName) -> jax.Array:
     """The sum over the workers, the same bits on each.
 
-    In two exchanges, of ``2 L (P-1)/P`` words; in one of ``L (P-1)`` for less than P entries.
+    It takes two exchanges of ``2 L (P-1)/P`` words together, or one of ``L (P-1)`` if ``x`` has
+    fewer than P entries.
     """
     workers = lax.axis_size(axis)
     if x.size < workers:
@@ -102,6 +106,6 @@ def psum(x: jax.Array, axis: AxisName) -> jax.Array:
 
 
 def _received(parts: jax.Array, axis: AxisName) -> jax.Array:
-    """Row i came from worker i, whose row for this one it was."""
+    """Row i of the result came from worker i, and is the row that it had for this worker."""
     parts = _compat.to_varying(parts, axis)
     return lax.all_to_all(parts, axis, split_axis=0, concat_axis=0)

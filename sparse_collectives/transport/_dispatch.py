@@ -1,14 +1,14 @@
-"""What an axis is decides how its workers reach each other, and what that takes.
+"""Collectives for any kind of axis, and the words that they take.
 
-An axis of a mesh goes to the collectives of XLA, or to what is made of them for slow links
-(:mod:`._direct`), an MPI communicator to those of mpi4jax (:mod:`._mpi`). Algorithms call the
-functions here and see none of that.
+A mesh axis uses the collectives of XLA, or functions made of them for slow links
+(:mod:`._direct`). An MPI communicator uses the collectives of mpi4jax (:mod:`._mpi`). Algorithms
+call the functions here, whatever the axis is.
 
-Beside each collective are the words that one worker receives in one execution of it. A word is
-four bytes. Each assumes the bandwidth-optimal algorithm, so that a volume depends on what is
-exchanged and not on how a backend implements it. These are the beta terms of the alpha-beta model
-in section 3 of the Ok-Topk paper (https://arxiv.org/abs/2201.07598). Sending and receiving
-volumes are equal, summed over the group.
+After each collective comes a function for the words that one worker receives in one execution of
+it. A word is four bytes. These functions assume the bandwidth-optimal algorithm, so that a volume
+depends on the data and not on how a backend implements the exchange. They are the beta terms of the
+alpha-beta model in section 3 of the Ok-Topk paper (https://arxiv.org/abs/2201.07598). Sending and
+receiving volumes are equal, summed over the group.
 """
 
 import math
@@ -29,7 +29,7 @@ def axis_size(axis: AxisName) -> int:
     """The static number of workers P.
 
     Raises:
-      ValueError: ``axis`` is not bound, with what to write instead.
+      ValueError: ``axis`` is not bound. The message shows what to write instead.
       ImportError: ``axis`` is a communicator, and mpi4jax is not installed.
     """
     if is_communicator(axis):
@@ -51,14 +51,17 @@ def axis_index(axis: AxisName) -> jax.Array:
 
 
 def psum(x: jax.Array, axis: AxisName) -> jax.Array:
-    """The sum over the workers, the same bits on each. Receives 2 L (P-1)/P words."""
+    """The sum over the workers, the same bits on each.
+
+    Cost: ``2 L (P-1)/P`` words received, for an ``x`` of L words.
+    """
     if is_communicator(axis):
         return _mpi.psum(x, axis)
     return _direct.psum(x, axis) if _direct.is_worth(axis, _bytes(x)) else lax.psum(x, axis)
 
 
 def pmean(x: jax.Array, axis: AxisName) -> jax.Array:
-    """The mean over the workers of a floating ``x``, the same bits on each. As :func:`psum`."""
+    """The mean over the workers of a floating ``x``, the same bits on each; costs a psum."""
     if is_communicator(axis):
         return _mpi.pmean(x, axis)
     if _direct.is_worth(axis, _bytes(x)):
@@ -67,7 +70,7 @@ def pmean(x: jax.Array, axis: AxisName) -> jax.Array:
 
 
 def words_of_all_reduce(words: float, P: int) -> float:
-    """Reduce-scatter, then allgather (a ring, or Rabenseifner's algorithm).
+    """Words of a reduce-scatter and an allgather (a ring, or Rabenseifner's algorithm).
 
     Args:
       words: words of the whole operand of one worker.
@@ -81,7 +84,10 @@ def words_of_all_reduce(words: float, P: int) -> float:
 
 
 def all_gather(x: jax.Array, axis: AxisName) -> jax.Array:
-    """``[P, *x.shape]``, the same on every worker, and typed so. Receives L (P-1) words."""
+    """``[P, *x.shape]``, the same on every worker, and typed as such.
+
+    Cost: ``L (P-1)`` words received, for an ``x`` of L words.
+    """
     if is_communicator(axis):
         return _mpi.all_gather(x, axis)
     if _direct.is_worth(axis, _bytes(x) * (axis_size(axis) - 1)):
@@ -113,14 +119,14 @@ def words_of_all_gather(words: float, P: int) -> float:
 
 
 def all_to_all(x: jax.Array, axis: AxisName) -> jax.Array:
-    """Block j of ``x[P, ...]`` goes to worker j; row i came from worker i.
+    """Sends block j of ``x[P, ...]`` to worker j; row i of the result came from worker i.
 
-    Receives L (P-1)/P words.
+    Cost: ``L (P-1)/P`` words received, for an ``x`` of L words.
     """
     if is_communicator(axis):
         return _mpi.all_to_all(x, axis)
     if is_simulated(axis):
-        # Of what is the same on all workers vmap makes an array of another shape.
+        # If x is the same on all workers, vmap makes an array of another shape.
         x = jnp.where(axis_index(axis) >= 0, x, jnp.zeros_like(x))
     return lax.all_to_all(x, axis, split_axis=0, concat_axis=0)
 
@@ -140,7 +146,10 @@ def words_of_all_to_all(words: float, P: int) -> float:
 
 
 def psum_scatter(x: jax.Array, axis: AxisName) -> jax.Array:
-    """Part j of the sum of ``x[P * m]``, ``[m]``, on worker j. Receives L (P-1)/P words."""
+    """Part j of the sum of ``x[P * m]``, ``[m]``, on worker j.
+
+    Cost: ``L (P-1)/P`` words received, for an ``x`` of L words.
+    """
     if is_communicator(axis):
         return _mpi.psum_scatter(x, axis)
     if _direct.is_worth(axis, _bytes(x)):
@@ -149,7 +158,7 @@ def psum_scatter(x: jax.Array, axis: AxisName) -> jax.Array:
 
 
 def words_of_reduce_scatter(words: float, P: int) -> float:
-    """Each worker receives what the others hold of its block.
+    """Each worker receives the parts of its block that the others hold.
 
     Args:
       words: words of the whole operand of one worker, all P blocks.
@@ -163,10 +172,11 @@ def words_of_reduce_scatter(words: float, P: int) -> float:
 
 
 def ppermute(x: jax.Array, axis: AxisName, pairs: Sequence[tuple[int, int]]) -> jax.Array:
-    """Worker ``source`` sends ``x`` to ``target`` for each pair. Receives L words.
+    """Worker ``source`` sends ``x`` to worker ``target`` for each pair.
 
     Each worker is a source at most once and a target at most once; workers that are not
-    targets receive zeros. In a branch of a conditional see :func:`holds_on_mesh`.
+    targets receive zeros. Cost: L words received by each target, for an ``x`` of L words.
+    For a branch of a conditional see :func:`holds_on_mesh`.
     """
     if is_communicator(axis):
         return _mpi.ppermute(x, axis, pairs)
@@ -174,7 +184,7 @@ def ppermute(x: jax.Array, axis: AxisName, pairs: Sequence[tuple[int, int]]) -> 
     workers = range(lax.axis_size(axis))
     if len(pairs) == len(workers) or not is_simulated(axis):
         return lax.ppermute(x, axis, pairs)
-    # vmap asks every worker to send and to receive; there a message more costs nothing.
+    # vmap needs every worker to send and to receive; one more message costs nothing there.
     sources, targets = ([pair[end] for pair in pairs] for end in (0, 1))
     idle = zip(
         [worker for worker in workers if worker not in sources],
@@ -211,11 +221,11 @@ def words_of_ppermute(words: float, P: int, pairs: Iterable[Sequence[int]] | Non
 def holds_on_mesh(flags: jax.Array, axis: AxisName) -> jax.Array:
     """Whether each of ``flags``, which the workers of ``axis`` agree on, holds on the whole mesh.
 
-    For the predicate of a ``lax.cond`` or ``lax.switch`` with a ``ppermute`` in a branch:
-    XLA makes all devices of the mesh meet in one, also along the other axes, and a
+    Use it for the predicate of a ``lax.cond`` or ``lax.switch`` with a ``ppermute`` in a branch.
+    XLA makes all devices of the mesh meet in a ppermute, also along the other axes, and a
     program whose groups take different branches never ends. Collectives with groups
-    don't need it. Nothing is exchanged where ``axis`` is all of the mesh, nor over a
-    communicator, whose ranks meet nobody else.
+    don't need it. Nothing is exchanged if ``axis`` covers the whole mesh, nor over a
+    communicator, whose ranks meet no other process.
     """
     if is_communicator(axis):
         return _mpi.holds_on_mesh(flags, axis)
@@ -240,7 +250,7 @@ def words_of_broadcast(words: float, P: int) -> float:
 
 
 def _bytes(x: ArrayLike) -> int:
-    # A loss of a train step may be a number of Python's.
+    # The loss of a train step may be a Python number.
     return math.prod(jnp.shape(x)) * jnp.result_type(x).itemsize
 
 

@@ -1,11 +1,11 @@
 """Transport over an MPI communicator, by mpi4jax: each process is one worker.
 
-There is no mapped function around it: a program is jitted in every process, and its
-collectives are calls of MPI that run in the order in which they were traced, also in
-branches and loops (mpi4jax orders them as effects). All ranks must trace the same program.
+There is no mapped function: a program is jitted in every process, and its collectives
+are MPI calls that run in the order in which they were traced, also in branches and
+loops (mpi4jax orders them as effects). All ranks must trace the same program.
 
-MPI does not say in which order it adds floats, so their sums are made here, in the
-order of the ranks: that of XLA's psum over CPU devices, whose bits they have.
+MPI does not specify the order in which it adds floats. Their sums are therefore made here, in
+the order of the ranks, which is also the order of XLA's psum over CPU devices; the bits agree.
 """
 
 import math
@@ -19,7 +19,7 @@ from jax import lax
 from sparse_collectives import _compat
 from sparse_collectives._types import AxisName
 
-# Keeps these messages apart from those of other senders on the same communicator.
+# Separates these messages from other messages on the same communicator.
 _TAG = 8201
 # Up to this many floats one allgather is faster than two exchanges of fewer words.
 _GATHERED = 64
@@ -46,7 +46,7 @@ def axis_size(axis: AxisName) -> int:
 
 
 def axis_index(axis: AxisName) -> jax.Array:
-    """The rank, ``i32[]``, a constant of this process; of a tuple in row-major order."""
+    """The rank, ``i32[]``, a constant of this process; row-major for a tuple of communicators."""
     index = 0
     for comm in _compat.axis_names(axis):
         index = index * comm.Get_size() + comm.Get_rank()
@@ -54,7 +54,7 @@ def axis_index(axis: AxisName) -> jax.Array:
 
 
 def psum(x: jax.Array, axis: AxisName) -> jax.Array:
-    """The sum over the ranks. Over a tuple of communicators one sum after the other."""
+    """The sum over the ranks; over a tuple of communicators one sum after the other."""
     for comm in reversed(_compat.axis_names(axis)):
         x = _psum(x, comm)
     return x
@@ -105,7 +105,7 @@ def psum_scatter(x: jax.Array, axis: AxisName) -> jax.Array:
 
 
 def holds_on_mesh(flags: jax.Array, axis: AxisName) -> jax.Array:
-    """The flags: no other process takes part in what the ranks of ``axis`` exchange."""
+    """The flags: no other process takes part in the exchanges of the ranks of ``axis``."""
     del axis
     return flags
 
@@ -142,7 +142,7 @@ def _sum_rows(rows: jax.Array) -> jax.Array:
 
 
 def _carried(exchange: Any, x: jax.Array) -> jax.Array:
-    """Exchanges ``x`` as unsigned integers where MPI has no type for it, such as bfloat16."""
+    """Exchanges ``x`` as unsigned integers if MPI has no type for it, as for bfloat16."""
     if x.dtype.itemsize >= 4 or jnp.issubdtype(x.dtype, jnp.integer):
         return exchange(x)
     if x.dtype == jnp.bool_:

@@ -1,4 +1,4 @@
-"""How value-index pairs are encoded for an exchange."""
+"""Codecs: how value-index pairs are encoded for an exchange."""
 
 from sparse_collectives.wire._bf16 import bf16
 from sparse_collectives.wire._narrow8 import narrow8

@@ -12,18 +12,18 @@ from sparse_collectives.wire import _sizes, _values
 
 
 def bf16() -> Codec:
-    """Values as bfloat16, two to a word, and indices as they are.
+    """Values as bfloat16, two to a word, and unchanged indices.
 
-    Rounding is to the nearest, ties to even, so the error of a value is at most
-    2**-8 of it. A finite value stays finite, infinities and NaN stay what they
-    are, and magnitudes below 2**-100 travel as zero.
+    Values are rounded to nearest, ties to even, so the error of a value is at most
+    2**-8 of it. Finite values stay finite, infinities and NaN stay as they are, and
+    magnitudes below 2**-100 are sent as zero.
 
     A message is the values, the first of a pair in the lower half of its word,
-    and then the indices.
+    followed by the indices.
 
     Returns:
-      A :class:`Codec`; ``c`` pairs take ``c + ceil(c / 2)`` words, ``m`` dense values
-      ``ceil(m / 2)``. Cost: a few operations for each entry.
+      A :class:`Codec`. ``c`` pairs take ``c + ceil(c / 2)`` words, and ``m`` dense
+      values ``ceil(m / 2)``. Cost: a few operations for each entry.
 
     Raises:
       TypeError: at ``encode``, values that are not float32, bfloat16 or float16.

@@ -1,14 +1,14 @@
-"""Indices as gaps of few bits, with escapes where a gap is longer.
+"""Indices as gaps of few bits, with escapes for longer gaps.
 
 A row of entries becomes a row of slots. A slot holds an entry, with the gap from
-the entry before it, or an escape, which only moves on: the slots of an entry with
-a long gap are its escapes, one digit of the gap each, and then the entry itself.
-The first index of a row is stored beside the slots, so that it needs no escape.
+the previous entry, or an escape, which only moves on. The slots of an entry with a
+long gap are its escapes, one digit of the gap each, followed by the entry itself.
+The first index of a row is stored outside the slots, so that it needs no escape.
 
-With codes 0 to ``base - 1`` for gaps and ``base`` upwards for escapes, an entry at
+With codes 0 to ``base - 1`` for gaps and ``base`` upward for escapes, an entry at
 gap ``g = r + base * q`` has the code r, and escape number j, with the code
 ``base + j``, holds digit j of q (in ``digit_bits`` bits). Gaps are taken modulo
-2**31: an entry may also lie before the one that it follows. One more escape, with the
+2**31, so an index may also be smaller than the previous one. One more escape, with the
 code ``base + digits`` and nothing to move on by, may mark the entry in the next slot.
 """
 
@@ -31,8 +31,8 @@ class GapFormat(NamedTuple):
 
     Attributes:
       base: the codes below it are gaps.
-      digit_bits: bits of the gap that an escape holds.
-      digits: escapes of the longest gap.
+      digit_bits: the bits of a gap that an escape holds.
+      digits: the number of escapes of the longest gap.
     """
 
     base: int
@@ -45,8 +45,8 @@ class GapFormat(NamedTuple):
         Args:
           entries: slots of the rows to encode.
           size: n; the gaps of an ascending row add up to less.
-          share: how many, as a share of ``entries``; a few more are added, which
-            matter where a row is short.
+          share: the slots as a share of ``entries``; a few more are added, which
+            matter for short rows.
         """
         most = self.digits * max(0, entries - 1)
         ascending = self.digits * (1 + size // self.base)
@@ -62,15 +62,15 @@ class GapFormat(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Rows of entries, laid out.
+    """Rows of entries, laid out in slots.
 
     Attributes:
       first: ``i32[r]``, the index that the first gap starts from.
       code: ``i32[r, w]``, a gap or the number of an escape; unused slots have
         escapes that move on by nothing.
-      digit: ``i32[r, w]``, what an escape holds, 0 in the other slots.
-      entry: ``i32[r, w]``, the number of the entry in a slot, c where there is none.
-      place: ``i32[r, c]``, the slot of each entry, w where it has none.
+      digit: ``i32[r, w]``, the digit that an escape holds, 0 in the other slots.
+      entry: ``i32[r, w]``, the number of the entry in a slot, c if there is none.
+      place: ``i32[r, c]``, the slot of each entry, w if it has none.
     """
 
     first: jax.Array
@@ -89,15 +89,15 @@ def lay_out(
 ) -> Slots:
     """Gives each entry its slots.
 
-    Where there are too few, which entries are left out depends on the seed, so that
-    none is left out for ever.
+    If there are too few slots, the seed decides which entries are left out, so that
+    no entry is left out at every step.
 
     Args:
       coo: ``[r, c]`` slots; indices in any order, but each step back takes escapes.
       slots: static number of slots of a row.
       form: how gaps are written.
       seed: ``u32[]``.
-      marked: ``bool[r, c]``, entries that take a slot more, to mark them. None: no entry.
+      marked: ``bool[r, c]``, entries that take one more slot, a mark. None: no entry.
 
     Cost: a running maximum, a running sum, ``1 + digits`` scatters and a few gathers
     of c entries.
@@ -114,8 +114,8 @@ def lay_out(
     width = jnp.where(valid, 1 + form.escapes(gap) + marks, 0)
     end = jnp.cumsum(width, axis=1, dtype=jnp.int32)
 
-    # Where not all fit: a window of slots, which may wrap around, and the entries that
-    # end in it. They may take `digits` slots more where the window is joined.
+    # If not all fit: a window of slots, which may wrap around, and the entries that end
+    # in it. They may take `digits` more slots at the joint of the window.
     needed = end[:, -1:]
     crowded = needed > slots
     length = jnp.where(crowded, slots - form.digits, needed)
@@ -123,7 +123,7 @@ def lay_out(
     ahead = valid & (end <= start + length - needed)
     skipped = valid & ~ahead & (end <= start)
     behind = valid & ~ahead & (end > start) & (end <= start + length)
-    # The first entry behind those that are skipped follows the last one ahead of them.
+    # The first entry after the skipped ones follows the last entry ahead of them.
     last_ahead = jnp.max(jnp.where(ahead, number, -1), axis=1, keepdims=True)
     next_behind = jnp.min(jnp.where(behind, number, entries), axis=1, keepdims=True)
     joint = behind & (number[None] == next_behind)
@@ -152,7 +152,7 @@ def _written(indices, gap, marks, place, owner, first_entry, form: GapFormat) ->
     used = owner < entries
     gap = row_gather(gap, owner, 0)
     is_entry = used & (step == 0)
-    # The nearest escape before an entry is number 0, but for the mark.
+    # The nearest escape before an entry is number 0, except for the mark.
     number = jnp.where(used & ~is_entry, step - 1 - row_gather(marks, owner, 0), 0)
     digit = (gap // form.base) >> (form.digit_bits * jnp.maximum(number, 0))
     digit = jnp.where(number < 0, 0, digit & ((1 << form.digit_bits) - 1))
@@ -190,7 +190,7 @@ def read(first: jax.Array, code: jax.Array, digit: jax.Array, size: int, form: G
 
 
 def as_rows(coo: PaddedCOO) -> PaddedCOO:
-    """Two dimensions, whatever the leading ones were, and at least one slot."""
+    """Flattens the leading dimensions to one, and adds a slot if there is none."""
     shape = (math.prod(coo.indices.shape[:-1]), coo.capacity)
     values, indices = coo.values.reshape(shape), coo.indices.reshape(shape)
     if not coo.capacity:

@@ -2,16 +2,17 @@
 
 The levels are equally spaced between the bit patterns of the smallest and the
 largest magnitude of a block. A bit pattern is, within 9 %, the logarithm of its
-number, so the relative error is nearly the same for all entries, and all is done
-with integers: the same bits on every platform.
+number, so the relative error is nearly the same for all entries. All arithmetic is
+with integers, which gives the same bits on every platform.
 
 The values of a top-k selection all lie above a threshold, and most of them near
-it, where levels between 0 and the maximum leave most of their range unused.
-Error of the largest 1 % of 4 million numbers, root of the mean square, relative
-to that of the values (in brackets: mean of the entries' relative errors):
+it, so levels between 0 and the maximum leave most of their range unused. The table
+has the error for the largest 1 % of 4 million numbers: the root mean square of the
+errors relative to the root mean square of the values, and in brackets the mean of
+the entries' relative errors.
 
 ===============  ==============  =============  =============
-distribution     0 to max        min to max     this
+distribution     0 to max        min to max     this module
 ===============  ==============  =============  =============
 normal           0.32 (0.32) %   0.12 (0.12) %  0.12 (0.12) %
 Laplace          0.40 (0.43) %   0.23 (0.24) %  0.19 (0.20) %
@@ -20,7 +21,7 @@ lognormal, s=2   1.91 (6.16) %   1.81 (5.33) %  0.86 (0.78) %
 Cauchy           0.39 (52.5) %   0.36 (27.9) %  1.57 (1.43) %
 ===============  ==============  =============  =============
 
-(In the last row the sum of squares is that of a few outliers.)
+In the last row, a few outliers dominate the sum of squares.
 """
 
 import jax
@@ -30,13 +31,13 @@ from jax import lax
 from sparse_collectives._coo import _bits
 from sparse_collectives.wire import _values
 
-# Codes: 0 for zero, 1 to 126 for the levels, 127 for what is not finite.
+# Codes: 0 for zero, 1 to 126 for the levels, 127 for a value that is not finite.
 _STEPS = 125
 _NOT_FINITE = 127
-# 2**16 / _STEPS, rounded up: then the last level is not below the maximum.
+# 2**16 / _STEPS, rounded up, so that the last level is not below the maximum.
 _STEP_UNIT = 525
-# A block keeps 16 octaves: what is far below its maximum must not cost the others
-# their precision. The unit is 2**16 in a bit pattern, of which 128 are an octave.
+# A block keeps 16 octaves, because values far below its maximum must not reduce the
+# precision of the others. The unit is 2**16 in a bit pattern; 128 units are an octave.
 _RANGE = 16 * 128
 _OCTAVE_BITS = 1 << 23
 _LARGEST_BITS = _bits.INFINITY_BITS - 1
@@ -50,7 +51,7 @@ def encode(
     Args:
       values: ``f[..., m]``; zeros do not count for the range of their block.
       block: static length of a block.
-      random: ``f32[..., m]`` in [0, 1) for random rounding; None: to the nearest.
+      random: ``f32[..., m]`` in [0, 1) for random rounding; None: rounding to nearest.
 
     Returns:
       ``i32[..., m]`` in [0, 256), and one word for each block: its lowest level and
@@ -91,7 +92,7 @@ def _random_level(magnitude, base, step, random):
 
 
 def decode(codes: jax.Array, scales: jax.Array, block: int, dtype) -> jax.Array:
-    """The inverse of :func:`encode`, ``f[..., m]``; what was not finite is NaN."""
+    """The inverse of :func:`encode`, ``f[..., m]``; a value that was not finite is NaN."""
     base, step = (_spread(x, block, codes.shape[-1]) for x in _levels(scales))
     level = codes & 127
     # At most 125 * 525 * 0x7F80 above a base of at most 0x7F7F << 16, below 2**31.
@@ -103,7 +104,7 @@ def decode(codes: jax.Array, scales: jax.Array, block: int, dtype) -> jax.Array:
 
 
 def _levels(scales: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The bit pattern of a block's lowest level, and from one level to the next."""
+    """The bit pattern of a block's lowest level, and the step from one level to the next."""
     low, high = (scales >> 16) & 0xFFFF, scales & 0xFFFF
     return low << 16, (high - low) * _STEP_UNIT
 
@@ -118,6 +119,6 @@ def _blocks(x: jax.Array, block: int) -> jax.Array:
 
 
 def _spread(of_block: jax.Array, block: int, length: int) -> jax.Array:
-    """One number for each block, as one for each of ``length`` values."""
+    """Repeats the number of each block for each of ``length`` values."""
     spread = jnp.broadcast_to(of_block[..., None], (*of_block.shape, block))
     return spread.reshape(*of_block.shape[:-1], of_block.shape[-1] * block)[..., :length]

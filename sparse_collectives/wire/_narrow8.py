@@ -18,37 +18,36 @@ def narrow8(*, block: int = 128, escapes: float = 1 / 8, stochastic: bool = Fals
     """Values as a level of their block and indices as gaps, half a word for an entry.
 
     A value is a sign and one of 126 levels, nearly logarithmic, between the
-    extremes of its block of consecutive slots (the module :mod:`._log8` says why).
-    With a range of q octaves in a block the error is at most 0.4 q % of a value,
-    and never over 6.5 %. Zero is exact, and so is what is far below the largest
-    value of its block: under 2**-16 of it a value may travel as zero. What is not
-    finite arrives as NaN.
+    extremes of its block of consecutive slots (the module :mod:`._log8` explains
+    why). With a range of q octaves in a block, the error is at most 0.4 q % of a
+    value and never over 6.5 %. Zeros are exact. A value below 2**-16 of the largest
+    value of its block may be sent as zero. A value that is not finite arrives as NaN.
 
     A message is the first index of its row; one word for each block (the upper
     halves of the float32 of its lowest level and of one above its highest); and
     two slots to a word, the first in the lower half. A slot is the value in the
     upper 8 bits and the gap in the lower ones. Gaps of 253 or more take up to three
-    more slots, with the codes 253, 254 and 255 and 8 bits of gap // 253 each, the
-    last digit nearest to the entry.
+    more slots, the escapes, with the codes 253, 254 and 255 and 8 bits of gap // 253
+    each, the lowest digit nearest to the entry.
 
     Args:
-      block: slots that share their levels, a multiple of 4.
-      escapes: how many such slots a message has room for, as a share of its slots
-        (six more are added; unused slots serve as well). Entries without room
-        are reported as not sent, and which ones those are depends on the seed.
-        The default is for densities of about 1 % and more; at 0.3 % half of the
-        entries need one, and below that :func:`narrow16` takes fewer words.
+      block: the number of slots that share their levels, a multiple of 4.
+      escapes: room for escapes in a message, as a share of its slots (six more are
+        added; unused slots serve as well). Entries without room are reported as not
+        sent; which ones these are depends on the seed. The default is for densities
+        of about 1 % and more. At 0.3 %, half of the entries need an escape, and
+        below that :func:`narrow16` takes fewer words.
       stochastic: round to one of the two nearest levels at random, so that the mean
-        is the value. Rounding to the nearest, the default, has half the squared error.
+        is the value. Rounding to nearest, the default, has half the squared error.
 
     Returns:
-      A :class:`Codec`; ``c`` pairs take about ``c (1 + escapes) (1 / 2 + 1 / block)``
-      words, ``m`` dense values ``m (1 / 4 + 1 / block)``. The indices of a row may have
-      any order, but each step back takes up to three escapes. Cost: two prefix
+      A :class:`Codec`. ``c`` pairs take about ``c (1 + escapes) (1 / 2 + 1 / block)``
+      words, and ``m`` dense values ``m (1 / 4 + 1 / block)``. The indices of a row may
+      have any order, but each step back takes up to three escapes. Cost: two prefix
       sums, four scatters and a few gathers of c entries.
 
     Raises:
-      ValueError: an argument out of its range.
+      ValueError: an argument is out of its range.
       TypeError: at ``encode``, values that are not float32, bfloat16 or float16.
     """
     block = _validation.check_positive_int("block", block, minimum=4)

@@ -1,4 +1,4 @@
-"""QSGD: values in 2, 4 or 8 bits, rounded at random so that their mean is right."""
+"""QSGD: values in 2, 4 or 8 bits, rounded at random without bias."""
 
 import jax
 import jax.numpy as jnp
@@ -21,32 +21,34 @@ def qsgd(*, bits: int = 8, bucket: int = 512, norm: str = "max") -> Codec:
         decode(\cdot) \in \{-s, \dots, s\} \cdot \frac{scale}{s}, \quad s = 2^{bits-1} - 1
 
     The random numbers are a hash of the seed and the position (the index of an
-    entry, or the place in a dense run), so that the same seed and values give the
-    same message everywhere. Each error is less than ``scale / s``. With 2 bits it is,
-    for values below half of the scale, on average larger than the value. Error
-    feedback, which keeps it, then amplifies it until training diverges: use 4 or
-    8 bits with it, or :func:`without_feedback`.
+    entry, or the place in a dense run), so the same seed and values give the same
+    message everywhere. Each error is less than ``scale / s``. With 2 bits, the error
+    of values below half of the scale is on average larger than the value. Error
+    feedback then amplifies the error until training diverges: use 4 or 8 bits with
+    error feedback, or :func:`without_feedback`.
 
-    With feedback a value beside one r times as large in its bucket waits up to ``r / s`` steps,
-    until what has added up of it reaches a level.
+    With error feedback, a value whose bucket has another value r times as large may
+    arrive as zero for up to ``r / s`` steps, until its accumulated sum reaches a level.
 
-    A message is the indices, as they are; ``scale / s`` of each bucket as float32;
-    and the codes, the first in the lowest bits of its word: s more than the signed
-    level, or ``2**bits - 1`` for what is not finite, which arrives as NaN.
+    A message is the indices, unchanged; ``scale / s`` of each bucket as float32; and
+    the codes, the first in the lowest bits of its word. A code is s more than the
+    signed level, or ``2**bits - 1`` for a value that is not finite, which arrives as
+    NaN.
 
     Args:
-      bits: those of a value: 2, 4 or 8.
-      bucket: values that share a scale; their codes fill whole words.
-      norm: the scale of a bucket. ``'max'``, the default, is its largest magnitude:
-        the steps are finer, and the variance smaller. ``'l2'`` is the 2-norm of the
-        paper, which makes more zeros; that helps only where zeros cost less.
+      bits: the bits of a value: 2, 4 or 8.
+      bucket: the number of values that share a scale; their codes fill whole words.
+      norm: the scale of a bucket. ``'max'``, the default, is its largest magnitude,
+        which has finer steps and a smaller variance. ``'l2'`` is the 2-norm of the
+        paper, which makes more zeros; that helps only if zeros cost less.
 
     Returns:
-      A :class:`Codec`; ``m`` dense values take ``ceil(m bits / 32) + ceil(m / bucket)``
-      words, and ``c`` pairs take c more. Cost: some twenty operations for each value.
+      A :class:`Codec`. ``m`` dense values take ``ceil(m bits / 32) + ceil(m / bucket)``
+      words, and ``c`` pairs take c words more. Cost: about twenty operations for each
+      value.
 
     Raises:
-      ValueError: an argument out of its range.
+      ValueError: an argument is out of its range.
       TypeError: at ``encode``, values that are not float32, bfloat16 or float16.
 
     References:
@@ -123,11 +125,11 @@ def qsgd(*, bits: int = 8, bucket: int = 512, norm: str = "max") -> Codec:
 
 
 def _scale(numbers: jax.Array, norm: str) -> jax.Array:
-    """One number for each bucket of ``f32[..., b, bucket]``, not below any of them."""
+    """One number for each bucket of ``f32[..., b, bucket]``, not below any number in it."""
     largest = jnp.max(numbers, axis=-1)
     if norm == "max":
         return largest
-    # Relative to the largest, whose square may be out of range.
+    # Relative to the largest number, because its square may be out of range.
     share = numbers / jnp.where(largest > 0, largest, 1.0)[..., None]
     length = jnp.maximum(jnp.sqrt(jnp.sum(share * share, axis=-1)), 1.0)
     return jnp.minimum(largest * length, jnp.finfo(jnp.float32).max)

@@ -12,12 +12,12 @@ from sparse_collectives._types import Codec, Encoded
 def raw() -> Codec:
     """Values and indices side by side in one integer array, exactly.
 
-    One array rather than two, so that an exchange is one collective. A 16-bit value
-    travels in a 32-bit word, and one of 64 bits in two; nothing is rounded.
+    There is one array instead of two, so that an exchange is one collective. A 16-bit
+    value takes a 32-bit word, and a 64-bit value takes two; nothing is rounded.
 
     Returns:
-      A :class:`Codec`; ``c`` pairs take ``2 c`` words (``3 c`` in float64), ``m`` dense
-      values take ``m``, half of that where they have 16 bits, and twice in float64.
+      A :class:`Codec`. ``c`` pairs take ``2 c`` words (``3 c`` in float64). ``m`` dense
+      values take ``m`` words, half of that if they have 16 bits, and twice in float64.
     """
     return Codec(_encode, _decode, _encode_dense, _decode_dense, exact=True, spec=Spec.of("raw"))
 
@@ -44,7 +44,7 @@ def _encode_dense(values: jax.Array, seed: jax.Array) -> tuple[jax.Array, jax.Ar
     error = jnp.zeros_like(values)
     if values.dtype.itemsize == 2:
         odd = values.shape[-1] % 2
-        # Bits are padded and not floats: a program of a pad alone may flush subnormals to zero.
+        # Pads bits instead of floats: a program that only pads may flush subnormals to zero.
         halves = lax.bitcast_convert_type(values, jnp.uint16)
         halves = jnp.pad(halves, [(0, 0)] * (values.ndim - 1) + [(0, odd)])
         halves = halves.reshape(*halves.shape[:-1], -1, 2)
@@ -57,7 +57,7 @@ def _decode_dense(message: jax.Array, length: int, dtype) -> jax.Array:
     if width == 8:
         message = message.reshape(*message.shape[:-1], -1, 2)
     if width == 2:
-        # Bits are cut off and not floats: a program of a slice alone may quiet a NaN.
+        # Cuts off bits instead of floats: a program that only slices may quiet a NaN.
         halves = lax.bitcast_convert_type(message, jnp.uint16).reshape(*message.shape[:-1], -1)
         return lax.bitcast_convert_type(halves[..., :length], dtype)
     return lax.bitcast_convert_type(message, dtype)[..., :length]
@@ -70,6 +70,6 @@ def _widened(values: jax.Array) -> jax.Array:
 
 
 def _as_words(values: jax.Array) -> jax.Array:
-    """One word a value, or two one after the other."""
+    """One word for each value, or two consecutive ones."""
     words = lax.bitcast_convert_type(values, jnp.int32)
     return words.reshape(*values.shape[:-1], -1) if words.ndim > values.ndim else words

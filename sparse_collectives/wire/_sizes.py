@@ -1,4 +1,4 @@
-"""How many words a message has: plain Python, for the codecs and for the cost model."""
+"""The number of words of a message, in plain Python, for the codecs and for the cost model."""
 
 import bisect
 from collections.abc import Callable
@@ -6,16 +6,16 @@ from typing import NamedTuple
 
 from sparse_collectives.wire._gaps import GapFormat
 
-# 65535 is an escape; one with 16 bits reaches everywhere.
+# 65,535 is an escape; one escape with 16 bits reaches every index.
 GAPS16 = GapFormat(base=65535, digit_bits=16, digits=1)
-# 253 to 255 are escapes; three with 8 bits each reach everywhere.
+# 253 to 255 are escapes; three escapes with 8 bits each reach every index.
 GAPS8 = GapFormat(base=253, digit_bits=8, digits=3)
-# By the bits of a code: escapes with the digits that are left, and one code more for a mark.
+# By the bits of a code: the remaining codes hold the digits of escapes, and one is a mark.
 GAPS_OF_BITS = {
     8: GapFormat(base=191, digit_bits=6, digits=4),
     12: GapFormat(base=3071, digit_bits=10, digits=2),
 }
-# Room for escapes as a share of the entries, by default.
+# Default room for escapes, as a share of the entries.
 ESCAPES16 = 1 / 16
 ESCAPES8 = 1 / 8
 ESCAPES12 = 1 / 16
@@ -97,8 +97,8 @@ def slots_of(words: int, words_for: Callable[[int], int]) -> int:
     """How many slots a message of ``words`` words has.
 
     Args:
-      words: of one message.
-      words_for: the words for so many slots; strictly increasing.
+      words: the words of one message.
+      words_for: the words for a number of slots; strictly increasing.
 
     Raises:
       ValueError: no number of slots takes so many words.
@@ -118,7 +118,7 @@ class MessageSizes(NamedTuple):
     Attributes:
       pairs: ``pairs(slots, size)``: words of a message of value-index pairs.
       dense: ``dense(length)``: words of a message of dense values.
-      gaps: how gaps between indices are written, or None where indices travel as they are.
+      gaps: how gaps between indices are written, or None if indices are sent unchanged.
       escapes: room for escapes as a share of the slots; 0 without ``gaps``.
       exact: whether nothing is rounded.
     """

@@ -14,35 +14,34 @@ from sparse_collectives.wire._narrow8 import narrow8
 
 
 def two_bits(*, gap_bits: int = 12, block: int = 128, escapes: float = 1 / 16) -> Codec:
-    """Values as one of four numbers and indices as gaps, 14 bits for an entry, or 10.
+    """Values as one of four numbers and indices as gaps, 14 or 10 bits for an entry.
 
-    A value is a sign and one of two levels, the means of the smaller and of the larger magnitudes
-    in its block of consecutive slots: first those on either side of the mean, then those nearer to
-    either. No error is larger than its value. A value below half of the lower level of its block
-    waits, as it would arrive as more than twice what it is, and zeros are not sent at all. What is
-    not finite arrives as NaN. It is for selections in front of error feedback, which keeps the
-    errors.
+    A value is a sign and one of two levels: the means of the smaller and of the larger magnitudes
+    in its block of consecutive slots. The block is split at its mean first, and then in the middle
+    between the two means. No error is larger than its value. A value below half of the lower level
+    of its block is not sent, because it would arrive as more than twice its size; zeros are never
+    sent. A value that is not finite arrives as NaN. The codec is for selections with error
+    feedback, which keeps the errors.
 
     A message is the first index of its row; one word for each block (the upper halves of the
     float32 of its levels, the higher one in the upper half); and for each 16 slots the lower 8 bits
-    of their codes, with 12 bits the upper 4, and 2 bits of value. A code is a gap, an escape with a
-    digit of a longer one, or says that the value of the next slot is not finite; the 2 bits of an
-    escape number its digit. Dense runs travel as those of :func:`narrow8`.
+    of their codes, the upper 4 bits if codes have 12, and 2 bits of value. A code is a gap, an
+    escape with a digit of a longer gap, or a mark that the value of the next slot is not finite;
+    the 2 bits of an escape number its digit. Dense runs are encoded as in :func:`narrow8`.
 
     Args:
-      gap_bits: of a code. 12, the default, holds gaps up to 3,070 and is for densities down to
-        0.1 %; 8 holds those up to 190, for 2 % and more.
-      block: slots that share their levels, a multiple of 16.
-      escapes: how many such slots a message has room for, as a share of its slots (eight more are
-        added). Entries without room are reported as not sent, and which ones those are depends on
-        the seed.
+      gap_bits: the bits of a code. 12, the default, holds gaps up to 3,070 and is for densities
+        down to 0.1 %; 8 holds gaps up to 190, for densities of 2 % and more.
+      block: the number of slots that share their levels, a multiple of 16.
+      escapes: room for escapes in a message, as a share of its slots (eight more are added).
+        Entries without room are reported as not sent; which ones these are depends on the seed.
 
     Returns:
-      A :class:`Codec`; ``c`` pairs take about ``c (1 + escapes) ((gap_bits + 2) / 32 + 1 / block)``
+      A :class:`Codec`. ``c`` pairs take about ``c (1 + escapes) ((gap_bits + 2) / 32 + 1 / block)``
       words. Cost: as :func:`narrow8`, and eight reductions of blocks.
 
     Raises:
-      ValueError: an argument out of its range.
+      ValueError: an argument is out of its range.
       TypeError: at ``encode``, values that are not float32, bfloat16 or float16.
 
     References:
@@ -117,7 +116,7 @@ def _running(lengths: list[int]) -> list[int]:
 
 
 def _worth(rows: PaddedCOO, block: int) -> jax.Array:
-    """The indices, with n for zeros and for what is far below its neighbours."""
+    """The indices, with n for zeros and for values far below their neighbors."""
     magnitude = _magnitudes(rows.values, rows.indices < rows.size)
     low = _spread(_halves(_in_blocks(magnitude, block))[0], block, magnitude.shape[-1])
     bad = _bits.magnitude_bits(rows.values) >= _bits.INFINITY_BITS
@@ -130,7 +129,7 @@ def _levels(values: jax.Array, block: int) -> jax.Array:
     magnitude = _in_blocks(_magnitudes(values, jnp.ones(values.shape, jnp.bool_)), block)
     low, high = _halves(magnitude)
     least = jnp.min(jnp.where(magnitude > 0, magnitude, jnp.inf), axis=-1)
-    # Down to what bfloat16 has, so that no error is larger than its value.
+    # Rounded down to bfloat16, so that no error is larger than its value.
     low = lax.bitcast_convert_type(jnp.minimum(low, 2 * least), jnp.int32) >> 16
     high = lax.bitcast_convert_type(high, jnp.int32) & ~0xFFFF
     return high | low
@@ -150,7 +149,7 @@ def _halves(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     def on_either_side(edge: jax.Array) -> tuple[jax.Array, jax.Array]:
         low = mean(scaled <= edge)
-        # Where all are equal none is larger.
+        # If all are equal, none is larger.
         return low, jnp.maximum(low, mean(scaled > edge))
 
     low, high = on_either_side(mean(used))
@@ -160,10 +159,10 @@ def _halves(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _nearest(values: jax.Array, levels: jax.Array, block: int) -> jax.Array:
-    """The two bits of each value: whether it is negative, and whether of the higher level."""
+    """The two bits of each value: whether it is negative, and whether it has the higher level."""
     low, high = (_spread(x, block, values.shape[-1]) for x in _numbers(levels))
     magnitude = jnp.abs(values.astype(jnp.float32))
-    # Half of both, as their sum may overflow.
+    # Half of both, because their sum may overflow.
     is_high = magnitude > low / 2 + high / 2
     return is_high.astype(jnp.int32) | (_values.is_negative(values).astype(jnp.int32) << 1)
 
@@ -180,7 +179,7 @@ def _numbers(levels: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _magnitudes(values: jax.Array, where: jax.Array) -> jax.Array:
-    """``f32``, 0 where nothing is to be sent: padding, what is tiny, what is not finite."""
+    """``f32``, 0 for padding and for values that are tiny or not finite."""
     bits = _values.encoded_magnitude(values)
     return _bits.magnitude_from_bits(jnp.where(where & (bits < _bits.INFINITY_BITS), bits, 0))
 

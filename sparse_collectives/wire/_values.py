@@ -1,9 +1,9 @@
-"""What the lossy codecs have in common: rounding, range, and the error they report.
+"""Code that the lossy codecs share: rounding, range, and the error that they report.
 
-The error has to be exact, or what is sent and what is kept would not add up.
-The difference of two float32 is, where both are normal and within a factor of two;
-but platforms flush subnormal differences to zero. So magnitudes below 2**-100
-travel as zero and stay whole with their sender: then no difference is subnormal.
+The error has to be exact, because the sent and the kept part must add up to the value.
+The difference of two float32 numbers is exact if both are normal and within a factor of
+two, but platforms flush subnormal differences to zero. Magnitudes below 2**-100 are
+therefore sent as zero and stay whole with their sender, so no difference is subnormal.
 """
 
 import jax
@@ -18,32 +18,32 @@ _QUIET_BIT = 0x0040
 
 
 def encoded_magnitude(values: jax.Array) -> jax.Array:
-    """The bits of ``|values|`` as ``i32``, 0 for what travels as zero."""
+    """The bits of ``|values|`` as ``i32``, 0 for values that are sent as zero."""
     bits = _bits.magnitude_bits(values)
     return jnp.where(bits < TINY_BITS, 0, bits)
 
 
 def is_negative(values: jax.Array) -> jax.Array:
-    """The sign bit, ``bool``; also that of a zero or a NaN."""
+    """The sign bit, ``bool``, also of a zero or a NaN."""
     return lax.bitcast_convert_type(values.astype(jnp.float32), jnp.int32) < 0
 
 
 def error_of(values: jax.Array, decoded: jax.Array) -> jax.Array:
-    """What a receiver of ``decoded`` misses; 0 where a value is not finite."""
+    """The part of a value that ``decoded`` misses; 0 if the value is not finite."""
     bits = _bits.magnitude_bits(values)
-    # As they are, and not through a subtraction, which may flush them.
+    # Tiny values stay unchanged, because a subtraction may flush them.
     error = jnp.where(bits < TINY_BITS, values, values - decoded)
     return jnp.where(bits >= _bits.INFINITY_BITS, jnp.zeros_like(values), error)
 
 
 def with_range_of(values: jax.Array, dtype) -> jax.Array:
-    """``f32`` as ``dtype``; what is finite but out of its range becomes its largest value."""
+    """``f32`` as ``dtype``; a finite value out of its range becomes its largest value."""
     largest = np.float32(jnp.finfo(dtype).max)
     return jnp.clip(values, -largest, largest).astype(dtype)
 
 
 def to_bf16_bits(values: jax.Array) -> jax.Array:
-    """The nearest bfloat16 as ``i32`` in [0, 2**16), ties to even, never from finite to infinite.
+    """The nearest bfloat16 as ``i32`` in [0, 2**16), ties to even; finite values stay finite.
 
     Args:
       values: float32, bfloat16 or float16. A float16 is also kept in its own
@@ -51,7 +51,7 @@ def to_bf16_bits(values: jax.Array) -> jax.Array:
     """
     magnitude = encoded_magnitude(values)
     rounded = (magnitude + 0x7FFF + ((magnitude >> 16) & 1)) >> 16
-    # The largest bfloat16 that the dtype of the values has room for.
+    # The largest bfloat16 in the range of the dtype of the values.
     largest = int(np.float32(jnp.finfo(values.dtype).max).view(np.int32)) >> 16
     rounded = jnp.minimum(rounded, largest)
     special = magnitude >> 16

@@ -1,4 +1,4 @@
-"""Rounding that nobody keeps."""
+"""Rounding whose error no worker keeps."""
 
 import jax
 import jax.numpy as jnp
@@ -9,21 +9,21 @@ from sparse_collectives._types import Codec, Encoded
 
 
 def without_feedback(codec: Codec) -> Codec:
-    """The same messages as of ``codec``; what rounding takes off is kept by no worker.
+    """Sends the same messages as ``codec``, but no worker keeps the rounding error.
 
-    SparCML's residual is ``acc - TopK(acc)``: the error of the quantization is not in it, and
-    cancels out over the steps because its mean is 0. That also is the only way to use 2 bits:
-    their error is larger than most values, and feedback of it diverges. Entries that find no
-    room in a message stay with their worker, as ever.
+    SparCML's residual is ``acc - TopK(acc)``. It does not contain the quantization error, which
+    cancels out over the steps because its mean is 0. This is also the only way to use
+    :func:`qsgd` with 2 bits: its error is larger than most values, and error feedback of it
+    diverges. Entries that find no room in a message stay with their worker, as with ``codec``.
 
-    With it the total and the residuals of a step do not add up to the accumulators, by intent.
+    By design, the total and the residuals of a step then do not add up to the accumulators.
 
     Args:
-      codec: one whose error has a mean of 0, such as :func:`qsgd`. Of one that rounds to the
-        nearest, such as :func:`bf16`, small updates may be lost for good.
+      codec: a codec whose error has a mean of 0, such as :func:`qsgd`. With a codec that rounds
+        to nearest, such as :func:`bf16`, small updates may be lost permanently.
 
     Returns:
-      A :class:`Codec`, of the same messages and cost.
+      A :class:`Codec` with the same messages and cost.
 
     References:
       Renggli et al., `SparCML <https://arxiv.org/abs/1802.08021>`_, SC 2019, Algorithm 1.

@@ -1,9 +1,9 @@
 """A worker of the tests, whose gradients are whole numbers, so that nothing is ever rounded.
 
-``python -m tests.elastic._worker JSON``; what it does is written to standard output, a JSON object
-to a line. ``optimizer`` is ``sum``, whose parameters are what was delivered, or ``sparse_adamw``.
-``pause`` are seconds between two steps, ``hang_at`` the step before which it hangs in Python,
-``die_at`` a place in the code where it ends at once.
+``python -m tests.elastic._worker JSON`` writes what it does to standard output, a JSON object
+to a line. ``optimizer`` is ``sum``, whose parameters add up the delivered values, or
+``sparse_adamw``. ``pause`` is the number of seconds between two steps, ``hang_at`` the step before
+which it hangs in Python, and ``die_at`` a place in the code at which it ends at once.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ UNIT = 12.0
 
 
 def transformation(name: str) -> optax.GradientTransformation:
-    """By its name in the settings."""
+    """The transformation with this name in the settings."""
     if name == "sum":
         return optax.chain(optax_ext.topk_a(0.05, axis="data"), optax.sgd(1.0))
     return optax_ext.sparse_adamw(
@@ -46,13 +46,13 @@ def loss_fn(params: Any, batch: jax.Array) -> jax.Array:
 
 
 def gradient_of(step: int, rank: int) -> np.ndarray:
-    """That of a worker."""
+    """The gradient of a worker."""
     rng = np.random.default_rng([step, rank])
     return (UNIT * rng.integers(-8, 9, SIZE)).astype(np.float32)
 
 
 def of(tree: Any) -> dict[str, float]:
-    """Two numbers that tell vectors apart, and are exact."""
+    """Two exact numbers that distinguish vectors."""
     x = np.concatenate([np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(tree)])
     weights = np.random.default_rng(0).integers(1, 1000, x.size)
     return {"sum": float(x.sum()), "weighted": float(weights @ x)}
@@ -139,7 +139,7 @@ def _state_of(held: Any) -> dict[str, Any]:
 
 
 def _die(place: str) -> None:
-    """Has this process end at once where it gets to a place in the code."""
+    """Lets this process end at once when it reaches a place in the code."""
 
     def dies(*_: Any, **__: Any) -> Any:
         say("dies", place=place)

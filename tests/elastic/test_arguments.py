@@ -1,4 +1,4 @@
-"""Arguments that are none, each with one line that names it."""
+"""Wrong arguments, each with one line that names it."""
 
 import socket
 import subprocess
@@ -47,13 +47,13 @@ def in_a_new_process(text: str) -> str:
 
 def test_a_coordinator_that_nobody_answers():
     with socket.socket() as taken:
-        # Nobody listens there.
+        # The socket is bound, but does not listen.
         taken.bind(("127.0.0.1", 0))
         place = f"127.0.0.1:{taken.getsockname()[1]}"
         said = in_a_new_process(
             f"from optax_ext import elastic\nelastic.connect({place!r}, 2, 0, connect_seconds=1)"
         )
-    assert said.startswith(f"ConnectionError: nobody answers at address='{place}'")
+    assert said.startswith(f"ConnectionError: no coordinator answers at address='{place}'")
     assert "python -m optax_ext.elastic --address" in said
 
 

@@ -23,7 +23,7 @@ def job(size: int, **settings: Any):
 
 
 def final(of: Cluster) -> dict[int, dict[int, dict[str, Any]]]:
-    """Of each step the words of the group that took it last, by worker."""
+    """For each step, what the group that took it last has reported, by worker."""
     steps: dict[int, list[dict[str, Any]]] = {}
     for event in sorted(of.events("step"), key=lambda event: event["time"]):
         steps.setdefault(event["step"], []).append(event)
@@ -35,7 +35,7 @@ def final(of: Cluster) -> dict[int, dict[int, dict[str, Any]]]:
 
 
 def check(of: Cluster, goodbyes: int = 0, *, exact: bool = True) -> None:
-    """All have the same bits at each step, each is applied once, and nothing is lost."""
+    """All workers have the same bits at each step, which is applied once; nothing is lost."""
     taken = final(of)
     assert list(taken) == list(range(min(taken), max(taken) + 1))
     previous: dict[int, dict[str, Any]] = {}
@@ -63,12 +63,12 @@ def check(of: Cluster, goodbyes: int = 0, *, exact: bool = True) -> None:
             if whole:
                 assert entered == len(events) * moved + waits, step
         previous = by_worker
-    # A residual changes between two steps only where another has been handed over.
+    # A residual changes between two steps only if another one has been handed over.
     assert bool(changed) == bool(goodbyes)
 
 
 def steps_of(of: Cluster, number: int) -> int:
-    """Where a worker is."""
+    """The step at which a worker is."""
     return of.step_of(number)
 
 
@@ -211,7 +211,7 @@ def test_all_begin_again_from_the_newest_whole_checkpoint(tmp_path):
         of.wait_for("the end", lambda: all(x[-1].ended_at for x in of.lives))
         after = final(of)
         begun = min(after) - 1
-        # At most an interval is lost, and what was being written.
+        # At most one interval is lost, and the checkpoint that was being written.
         assert begun % 10 == 0
         assert begun >= max(before) - 20
         check(of)
@@ -242,7 +242,7 @@ def test_where_all_leave_nothing_is_lost(tmp_path):
         def waits(events: Any, when: str) -> float:
             return sum(event[when]["residual"]["weighted"] for event in events.values())
 
-        # Of the last step that both took, or of one alone, which has what the other handed over.
+        # The last step of both workers, or of one, to which the other handed over its residual.
         assert waits(before[max(before)], "after") == waits(after[min(after)], "before")
 
 

@@ -1,4 +1,4 @@
-"""What workers give each other, on the devices of one process."""
+"""The handover of state between workers, on the devices of one process."""
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ def loss_fn(params, batch):
 
 
 def trained(tx, steps=3):
-    """Parameters and state behind a few steps."""
+    """Parameters and state after a few steps."""
     state = optax_ext.init_state(tx, PARAMS, mesh(WORKERS))
     step = optax_ext.make_train_step(loss_fn, tx, mesh(WORKERS), donate=False)
     params = PARAMS
@@ -51,7 +51,7 @@ def on_mesh(function, specs_in, specs_out, *args):
 
 
 def own_sums(state):
-    """The sum over the workers of all that adds up, in float64."""
+    """The sum over the workers of all arrays that add up, in float64."""
     kinds = jax.tree.leaves(_handover._kinds(state))
     return [
         np.asarray(x, np.float64).reshape(WORKERS, -1).sum(0)
@@ -90,7 +90,7 @@ def test_a_newcomer_has_what_all_share_and_the_mean_of_what_others_have_learned(
     params, state = trained(tx)
     fresh = optax_ext.init_state(tx, PARAMS, mesh(WORKERS))
     holds = np.array([True, False, True, False])
-    # What is made anew may be the same on all workers, too.
+    # New arrays may also be the same on all workers.
     kinds = jax.tree.map(
         lambda spec, kind: kind if len(spec) else "shared" if kind == "shared" else "anew, whole",
         optax_ext.state_specs(state),
@@ -99,7 +99,7 @@ def test_a_newcomer_has_what_all_share_and_the_mean_of_what_others_have_learned(
     whole = ("shared", "anew, whole")
 
     def mixed(kind, old, new):
-        """Of a worker that holds nothing what it begins with; all have arrays of their own."""
+        """Workers that hold nothing have their first arrays; all have arrays of their own."""
         old, new = np.asarray(old), np.asarray(new)
         if kind in whole:
             return np.stack([old if x else np.full_like(new, 7) for x in holds])
@@ -174,7 +174,7 @@ def test_a_worker_goes_on_in_another_group_with_what_is_its_own(name):
         if hasattr(node, "owner"):
             assert node.owner.tolist() == [1]
             assert node.settings.workers == 2
-    # Of two old workers one new one takes the sum.
+    # One new worker takes the sum of two old ones.
     joined = jax.tree.map(
         lambda spec, a, b: jnp.concatenate([a, b]) if len(spec) else a, specs, row(0), row(3)
     )

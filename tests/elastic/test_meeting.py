@@ -1,4 +1,4 @@
-"""Who takes part and from which state, decided by what each process has said."""
+"""Which processes take part and from which state, decided by their reports."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,7 +49,7 @@ def test_another_model_is_refused_by_those_that_have_a_state():
     plan = decide(5, {0: Report("other"), 1: has(8), 2: NEW})
     assert plan.members == (1, 2)
     assert plan.refused == {0: "it trains other, and process 1 m"}
-    # Where nobody has one, by the first.
+    # If no process has one, the first decides.
     assert decide(1, {0: NEW, 1: Report("other")}).members == (0,)
 
 
@@ -86,7 +86,7 @@ def test_every_plan_can_be_followed(reports, number):
     assert {*plan.holders} <= members
     assert bool(plan.holders) == bool(members)
     assert members.isdisjoint(plan.refused)
-    # Each process knows what becomes of it.
+    # Each process is a member, refused, or gone.
     gone = {p for p, report in reports.items() if report.leaves}
     assert members | {*plan.refused} | gone == {*reports}
     having = {p for p in members if reports[p].versions}

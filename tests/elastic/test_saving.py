@@ -64,7 +64,7 @@ def test_any_number_of_workers_may_begin_from_it(tmp_path, size):
         fresh = PROGRAMS.fresh(size, rank, PARAMS)
         carried = _handover.carried(found.opt_state, fresh)
         total += residual(carried)[0]
-        # What all share, such as the moments behind the exchange.
+        # The part that all share, such as the moments after the exchange.
         assert bits(carried[1]) == bits(state[1])
     np.testing.assert_array_equal(total, residual(state).sum(0))
 
@@ -77,7 +77,7 @@ def test_only_what_all_members_have_written_counts(tmp_path):
     first.save(30, (0, 1), PARAMS, row(state, 0, 2))
     first.wait()
     assert first.newest() == 20
-    # What is being written has another name.
+    # A file that is being written has another name.
     (tmp_path / "30" / "0-1" / "1.77").write_bytes(b"half")
     assert first.newest() == 20
     assert sorted(x.name for x in tmp_path.iterdir()) == ["20", "30"]

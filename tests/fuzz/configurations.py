@@ -18,7 +18,7 @@ from tests.sparse_collectives import table
 from tests.sparse_collectives.table import SELECTORS
 from tests.sparse_collectives.table import SHORT_CODECS as CODECS
 
-# Axes and their sizes; seven workers are neither a power of two nor one more or less than one.
+# Axes and their sizes; seven workers, a prime number and no power of two, come first.
 FLAT = tuple((("w",), (workers,)) for workers in (7, 2, 3, 1, 4, 5, 6, 8))
 NODES = tuple(
     (("node", "device"), shape)
@@ -39,14 +39,14 @@ DTYPES = {
     "float16": (jnp.float16,) * 3,
     "mixed": (jnp.float32, jnp.bfloat16, jnp.float16),
 }
-# The first so many steps, or a function of the number of the step.
+# A number of first steps, or a function of the number of the step.
 DENSE_STEPS: dict[str, Any] = {"no": 0, "the first": 2, "the last": lambda step: step >= 2}
 
 WITHOUT_PRODUCTS = ("raw", "bf16", "narrow16")
 SLACKS = st.sampled_from((1.25, 1.0, 2.0, math.inf))
 FILLS = st.sampled_from((None, 1.0, 2.0))
 PERIODS = st.sampled_from((1, 3))
-# Each allreduce over one axis, with what its options are drawn from; by default it has none.
+# Each allreduce over one axis, with the choices for its options; by default it has no options.
 OPTIONS: dict[str, dict[str, Any]] = dict.fromkeys(table.ALGORITHMS, {}) | {
     "ok_topk": {
         "slack": SLACKS,
@@ -101,24 +101,24 @@ def flat_allreduces(
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Configuration:
-    """A transformation and what it is given."""
+    """A transformation and its inputs."""
 
-    text: str  # all that was drawn but the gradients, for the report of a failure
+    text: str  # everything that was drawn except the gradients, for the report of a failure
     dense_steps: str  # a key of DENSE_STEPS
     every: int  # steps from one exchange to the next
     tx: optax.GradientTransformation
-    around: str  # a key of AROUND, what `tx` is in
+    around: str  # a key of AROUND, the wrapper of `tx`
     axes: tuple[str, ...]  # of the workers, with their sizes
     shape: tuple[int, ...]
     params: Any  # shapes and dtypes
-    policy: str  # what it does with what is not finite
+    policy: str  # what it does with non-finite values
     decay: float  # of the residual
     narrow_residual: bool  # whether it is bfloat16, rounded at random
     momentum: float | None  # of the correction
     nesterov: bool
     data: str  # the kind of gradients
     seed: int
-    keeps_others: bool  # whether a worker may be left with parts of what others sent
+    keeps_others: bool  # whether a worker may keep parts of others' entries
     low_rank: bool  # whether products of factors are exchanged
     tied: dict[str, str]  # leaves that are the array of another one, by name
 
@@ -141,7 +141,7 @@ class Configuration:
 
 
 def recording(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """``inner``, with its last result in its state: what was accumulated."""
+    """``inner``, with its last result, the accumulated one, in its state."""
 
     def update(updates: Any, state: Any, params: Any = None):
         updates, inner_state = inner.update(updates, state[0], params)
@@ -169,7 +169,7 @@ LOW_RANK: dict[str, Callable[..., optax.GradientTransformation]] = {
     "powersgd(1)": functools.partial(optax_ext.powersgd, 1),
     "acp_sgd(2)": functools.partial(optax_ext.acp_sgd, 2),
 }
-# Of these mini-steps is one exchange made.
+# The number of mini-steps for each exchange.
 MINI_STEPS = 2
 AROUND: dict[str, Callable[[Any], Any]] = {
     "nothing": lambda tx: tx,
@@ -180,18 +180,18 @@ AROUND: dict[str, Callable[[Any], Any]] = {
     "multi_steps bucketed": lambda tx: optax_ext.multi_steps(optax_ext.bucketed(tx, 2), MINI_STEPS),
 }
 SEEDS = st.integers(0, 2**16)
-# Those by which steps may be left out.
+# The wrappers by which steps may be left out.
 AGREED = ("not finite", "largest", "huge", "signs of the largest")
 
 
 @st.composite
 def configurations(draw: Any, *, of_parts: bool = False) -> Configuration:
-    """One of everything.
+    """One value of every option.
 
-    With ``of_parts`` what runs of parts of the leaves do to the bit: without nodes, whose workers
-    share a residual, labels by the shape of a leaf, what looks at whole leaves, data by which
-    workers agree not to take a step, and products that a program may round with a sum (momentum,
-    decay, low rank, codecs with scales), or not.
+    ``of_parts`` leaves only what runs of parts of the leaves reproduce to the bit. It excludes
+    nodes, whose workers share a residual, labels by the shape of a leaf, options that look at
+    whole leaves, data by which workers agree not to take a step, and products that a program may
+    round together with a sum or before it (momentum, decay, low rank, codecs with scales).
     """
 
     def one_of(*options: Any) -> Any:
@@ -207,7 +207,7 @@ def configurations(draw: Any, *, of_parts: bool = False) -> Configuration:
         name = f"hierarchical({name})"
     elif two_levels:
         name, exchange = "torus_2d", sc.allreduce.published.torus_2d()
-    # What takes long to compile comes up less often: all branches of it are computed here.
+    # Options that take long to compile come up less often: all of their branches are computed.
     selector = one_of(*SELECTORS, "topk", "topk", *["threshold"] * 4, *["dgc", "random_k"] * 2)
     local, dtypes = "none" if of_parts else one_of(*LOCALS), one_of(*DTYPES)
     kinds = [kind for kind in DATA if not (of_parts and kind in AGREED)]
@@ -281,7 +281,7 @@ def configurations(draw: Any, *, of_parts: bool = False) -> Configuration:
 
 @st.composite
 def of_one_program(draw: Any, count: int) -> list[Configuration]:
-    """A configuration with gradients of several kinds: it takes seconds to compile, once."""
+    """A configuration with gradients of several kinds; it compiles once, for seconds."""
     first = draw(configurations())
     given = st.lists(
         st.tuples(st.sampled_from([kind for kind in DATA if kind != first.data]), SEEDS),

@@ -49,7 +49,7 @@ def _not_finite(rng: np.random.Generator, x: np.ndarray) -> np.ndarray:
     return x
 
 
-# Of normal numbers ``[STEPS, P, n]``.
+# Made from normal numbers ``[STEPS, P, n]``.
 _KINDS: dict[str, Callable[[np.random.Generator, np.ndarray], np.ndarray]] = {
     "normal": lambda rng, x: x,
     "ties": lambda rng, x: rng.integers(-2, 3, x.shape).astype(float),

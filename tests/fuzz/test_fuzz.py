@@ -1,4 +1,4 @@
-"""Conservation, equal replicas, counters and finiteness, whatever is combined."""
+"""Conservation, equal replicas, counters and finiteness, for any combination."""
 
 import functools
 import math
@@ -22,10 +22,10 @@ from tests.fuzz.configurations import (
 )
 from tests.fuzz.data import STEPS, gradients
 
-# Parts, so that several processes share them, of so many programs each, with so many gradients.
+# Parts, for several processes to share; programs in each part; gradients for each program.
 PARTS, IN_A_PART, GRADIENTS = int(os.environ.get("FUZZ_PARTS", "12")), 20, 6
 _TINY = 2.0**-126
-# A sum of these that goes dense may be too large, and is dropped.
+# A dense sum of these may be too large, and is dropped.
 OVERFLOWING = ("heavy tail", "huge", "largest", "signs of the largest", "not finite")
 
 
@@ -82,7 +82,7 @@ def flat(tree: Any, layout: Any, dense: bool) -> np.ndarray:
 
 
 def by_worker(tree: Any, configuration: Configuration) -> Any:
-    """One axis for the workers in place of one for each name."""
+    """One axis for the workers instead of one for each name."""
     depth = len(configuration.shape)
     return jax.tree.map(
         lambda x: np.asarray(x).reshape(configuration.workers, *np.shape(x)[depth:]), tree
@@ -90,7 +90,7 @@ def by_worker(tree: Any, configuration: Configuration) -> Any:
 
 
 def rows(state: Any, array: np.ndarray, configuration: Configuration) -> np.ndarray:
-    """What the workers keep, ``f64[rows, n]``: a row for each, or for each node of shards."""
+    """The workers' residuals, ``f64[rows, n]``: a row for each, or for each node of shards."""
     array = np.asarray(array).astype(np.float64)[:, 0]
     if not state.settings.shard_axis:
         return array
@@ -107,7 +107,7 @@ def summed(x: np.ndarray) -> np.ndarray:
 
 
 def reductions(state: Any) -> list[Any]:
-    """The states of the reductions in that of what is around them, one for each bucket."""
+    """The states of the reductions inside the state of a wrapper, one for each bucket."""
     state = getattr(state, "inner_opt_state", state)
     return list(getattr(state, "buckets", (state,)))
 
@@ -119,7 +119,7 @@ def of_bucket(tree: dict[str, Any], state: Any) -> dict[str, Any]:
 
 
 def exchanges(configuration: Configuration) -> Any:
-    """Of each exchange the states before and after, the update, and what was exchanged."""
+    """For each exchange, the states before and after it, the update and the gradient."""
     states, updates, given = trajectory(configuration)
     states = [by_worker(state, configuration) for state in states]
     for t, update in enumerate(updates):
@@ -127,7 +127,7 @@ def exchanges(configuration: Configuration) -> Any:
         update = by_worker(update, configuration)
         gradient = {name: leaf[t] for name, leaf in given.items()}
         if configuration.around.startswith("delayed"):
-            # That of the step before, and zeros first.
+            # The gradient of the step before; zeros at the first step.
             gradient = {
                 name: leaf[t - 1] if t else np.zeros_like(leaf[0]) for name, leaf in given.items()
             }
@@ -165,7 +165,7 @@ def check(configuration: Configuration) -> None:
 
 
 def check_replicas(update: Any, state: Any) -> None:
-    """The same bits on every worker, but for what belongs to one."""
+    """The same bits on every worker, except in the fields of single workers."""
     common = (state.count, state.skipped, state.dropped, state.withheld, state.info.words)
     if not state.settings.shard_axis:
         common += tuple(jax.tree.leaves(state.allreduce))
@@ -186,7 +186,7 @@ def check_counters(before: Any, after: Any) -> None:
     assert (info.overflow >= 0).all()
     assert 0 <= info.delivered[0] <= after.layout.size
     assert np.isfinite(info.words).all()
-    # What is sent is received: on average no more of it is useful than there is.
+    # On average no more words are useful than are received.
     assert info.useful.mean() <= info.words[0] * (1 + 1e-5) + 1e-3
     assert (info.useful >= 0).all()
 
@@ -197,7 +197,7 @@ def check_finite(update: Any, state: Any) -> None:
 
 
 def check_untouched(update: Any, before: Any, after: Any) -> None:
-    """Of a skipped step nothing remains but its count."""
+    """A skipped step changes nothing but the count of skipped steps."""
     assert all((np.asarray(leaf) == 0).all() for leaf in jax.tree.leaves(update))
     check_same(*(state._replace(skipped=0) for state in (before, after)))
 
@@ -213,12 +213,12 @@ def check_same(old: Any, new: Any) -> None:
 def check_conserved(
     configuration: Configuration, before: Any, after: Any, update: Any, gradient: Any
 ) -> None:
-    """The sum of what the workers had is the update, for all of them, and what they keep."""
+    """The workers' accumulators add up to P times the update plus what they keep."""
     layout, workers = after.layout, configuration.workers
     dense = configuration.is_dense(before.count[0])
     if not layout.size or (dense and configuration.data in OVERFLOWING):
         return
-    # What was accumulated is in the state of the recording transformation.
+    # The accumulated increment is in the state of the recording transformation.
     doubtful = np.zeros(layout.size, bool)
     source = gradient if not after.local else jax.tree.map(lambda x: x[:, 0], after.local[1])
     with np.errstate(invalid="ignore", over="ignore"):
@@ -242,7 +242,7 @@ def check_conserved(
             increment = increment + configuration.momentum * u if configuration.nesterov else u
             spread = spread + 2 * np.abs(u).sum(axis=0) + np.abs(increment).sum(axis=0)
         if configuration.every > 1 and configuration.policy == "skip":
-            # A worker, or a node, leaves out its own step.
+            # A worker or a node leaves out its own step.
             own = (after.missed == before.missed)[:, 0]
             own = own.reshape(len(increment), -1)[:, :1]
             increment, summed_up = (np.where(own, x, 0.0) for x in (increment, summed_up))
@@ -251,11 +251,11 @@ def check_conserved(
         # Nothing is computed with an entry that is left out.
         spread = np.where(np.isfinite(spread), spread, 0.0)
         narrow = np.where(np.isfinite(acc), np.clip(acc, -3.5e38, 3.5e38), acc)
-        # What float32 can't hold is not finite for the policy either.
+        # Values beyond the range of float32 also count as non-finite for the policy.
         largest = float(np.finfo(np.float32).max)
         finite = np.isfinite(acc) & (np.abs(narrow) <= largest)
         if after.settings.shard_axis:
-            # Nor can it hold such a sum of a node, whatever waits.
+            # Such a sum of a node is also beyond it, whatever the residual.
             finite = finite & (np.abs(summed_up) <= largest) & (np.abs(increment) <= largest)
         if configuration.keeps_others and configuration.policy != "propagate":
             large = np.abs(increment) >= LARGEST

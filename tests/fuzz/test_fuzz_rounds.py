@@ -1,4 +1,4 @@
-"""Whatever is exchanged in rounds, at their end or beside them, in a residual or around one."""
+"""Exchanges in rounds, at their end or overlapping them, in a residual or around one."""
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +15,14 @@ from tests.optax_ext.helpers import mesh, train
 from tests.sparse_collectives.table import SELECTORS
 from tests.sparse_collectives.table import SHORT_CODECS as CODECS
 
-# Errors of 2 bits are larger than most values, and grow where they are fed back (docs/wire.md).
+# Errors of 2 bits are larger than most values and grow if they are fed back (docs/wire.md).
 _CODECS = tuple(name for name in CODECS if name != "qsgd2")
 PARAMS, SIZE, ROUNDS = {"a": (6, 11), "b": (31,)}, 97, 3
 
 
 @st.composite
 def drawn(draw):
-    """An exchange in rounds, what workers, and which of their steps are not finite."""
+    """An exchange in rounds, the workers, and which of their steps are not finite."""
     density = draw(st.sampled_from((0.1, 0.05, 0.3, 1.0)))
     name, allreduce = draw(flat_allreduces(density, _CODECS))
     chosen = draw(st.sampled_from(("topk", *SELECTORS)))
@@ -64,7 +64,7 @@ def vector(tree, lead):
 
 
 def waiting(how, state, workers):
-    """Over the workers, ``f64[n]``."""
+    """The unsent entries, summed over the workers, ``f64[n]``."""
     if not how.startswith("around"):
         return np.asarray(optax_ext.get_state(state).residual, np.float64).sum(0)
     # Fragments are groups of leaves, in the order of the tree.

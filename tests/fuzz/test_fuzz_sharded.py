@@ -1,8 +1,8 @@
-"""Whatever is combined: with sharded parameters each device does what it would do alone.
+"""With sharded parameters each device does what it would do alone, in any combination.
 
-The bits of every update and of every residual are those of runs of the parts, one for each device
-of a worker. What holds for those (`test_fuzz.py`) then holds here, replicas and conservation among
-it.
+Every update and every residual has the same bits as in runs of the parts, one for each device of a
+worker. The properties that `test_fuzz.py` checks for those runs, such as equal replicas and
+conservation, then hold here as well.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from tests.fuzz.test_fuzz import IN_A_PART, PARTS, _settings
 from tests.optax_ext import shards
 
 SHAPES = {"kernel": (6, 8), "other": (4, 6), "bias": (8,), "odd": (5,), "scale": ()}
-# Sizes of the axes that shard; of a dimension, none or one or both of them.
+# Sizes of the axes that shard; a dimension is sharded over none, one or both of them.
 INSIDE = ((2, 1), (1, 2), (2, 2), (4, 1), (1, 1))
 
 
@@ -45,11 +45,11 @@ class Sharded:
 
     @property
     def places(self) -> list[tuple[int, ...]]:
-        """Of the devices of a worker."""
+        """The places of the devices of a worker."""
         return list(np.ndindex(self.inside))
 
     def shard(self, array: np.ndarray, name: str, place: tuple[int, ...]) -> np.ndarray:
-        """What the device at ``place`` has of a leaf, by NumPy."""
+        """The part of a leaf that the device at ``place`` holds, by NumPy."""
         at = dict(zip(self.sizes, place, strict=True))
         for dim, axis in enumerate(self.specs[name]):
             if axis is not None:
@@ -63,7 +63,7 @@ class Sharded:
 
 @st.composite
 def sharded(draw: Any) -> Sharded:
-    """One of everything that parts do as well, and how it is sharded."""
+    """A configuration that parts reproduce, and how it is sharded."""
     drawn = draw(configurations(of_parts=True).filter(lambda c: c.workers not in (6, 8)))
     dtypes = draw(
         st.sampled_from((("float32",) * 5, ("bfloat16",) * 5, ("float32", "float16") * 3))
@@ -83,7 +83,7 @@ def sharded(draw: Any) -> Sharded:
             dims.append(axis)
             free = [other for other in free if other != axis]
         specs[name] = PartitionSpec(*dims)
-    # Another text: what was drawn for the other parameters does not hold.
+    # Ties were drawn for the other parameters, and do not hold for these.
     configuration = dataclasses.replace(drawn, params=params, tied={})
     return Sharded(configuration, inside, specs)
 
@@ -123,8 +123,8 @@ def run(drawn: Sharded) -> tuple[list[dict], Any, Any]:
 def _of_rounded_means(configuration: Configuration) -> bool:
     """Whether XLA may leave a bit of a residual open.
 
-    What a 16-bit leaf cannot hold of ``total / P`` is kept. Unless P is a power of two the quotient
-    is rounded, or not, where XLA fuses it with the difference: one program may, another may not.
+    The part of ``total / P`` that a 16-bit leaf cannot hold is kept. Unless P is a power of two,
+    the quotient is rounded, except if XLA fuses it with the difference, as only some programs do.
     """
     narrow = any(leaf.dtype != jnp.float32 for leaf in configuration.params.values())
     return narrow and configuration.workers.bit_count() != 1
@@ -150,7 +150,7 @@ def check(drawn: Sharded) -> None:
         largest = max(np.abs(np.asarray(x, np.float64)).max() for x in jax.tree.leaves(updates))
         step = 2.0**-23 * largest
         if found.dtype == jnp.bfloat16:
-            # A bit of what is rounded at random may choose the other neighbour.
+            # One bit may choose the other neighbor in a random rounding.
             step += 2.0**-7 * np.abs(residuals.astype(np.float64)).max()
         difference = np.abs(found.astype(np.float64) - residuals.astype(np.float64))
         assert difference.max(initial=0) <= STEPS * step

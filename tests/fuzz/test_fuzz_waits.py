@@ -1,9 +1,9 @@
-"""Whatever is combined: an entry whose gradient stays is applied again and again.
+"""In any combination, an entry whose gradient stays is applied again and again.
 
 Gradients have the same sign at each step up to the middle, and the other one from there on; one
-entry may be far above the others. The bound has three parts: so many steps as a random window over
-everything leaves an entry out (with a probability of 1e-6), what a codec's smallest number beside
-the largest one takes to add up, and the workers, who take turns.
+entry may be far above the others. The bound has three parts: the steps for which a random window
+over everything leaves an entry out (with a probability of 1e-6), the steps in which an entry adds
+up to the smallest number of a codec next to the largest one, and the turns of the workers.
 """
 
 import dataclasses
@@ -28,8 +28,8 @@ from tests.sparse_collectives.table import SELECTORS
 from tests.sparse_collectives.table import SHORT_CODECS as CODECS
 
 SIZE, IN_A_PART = 96, 3
-# Those that select k entries or nearly whatever the distribution; others wait for theirs to come
-# (docs/selectors.md), and 2 bits with feedback diverge (docs/wire.md).
+# Selectors of about k entries, whatever the distribution; others depend on it
+# (docs/selectors.md). Codecs of 2 bits with feedback diverge (docs/wire.md).
 STEADY = (
     *("threshold_reuse", "dgc", "random_k", "mstopk"),
     *("adtopk", "adtopk_interleaved", "adtopk_threshold", "layerwise"),
@@ -46,7 +46,7 @@ class Steady:
     gradients: np.ndarray  # f32[P, n]
     bound: int  # steps that an entry may wait, if nothing rounds it to zero
     huge: int  # the entry that may be far above the others
-    level: float  # steps after which an entry is as large as the smallest number beside that one
+    level: float  # steps after which an entry is as large as the smallest number next to that one
 
     def __repr__(self) -> str:
         return self.text
@@ -85,7 +85,7 @@ def steady(draw: Any) -> Steady:
 
 
 def reach_of(text: str) -> float:
-    """How often a large number has the smallest one beside it: tests/optax_ext/test_waits.py."""
+    """The ratio of the largest number to the smallest: see tests/optax_ext/test_waits.py."""
     levels = [2.0 ** (int(bits) - 1) - 1 for bits in re.findall(r"qsgd\(bits=(\d)", text)]
     return min([*levels, 2.0**16 if "narrow8" in text else math.inf])
 
@@ -103,18 +103,18 @@ def check(drawn: Steady) -> None:
     updates, waits = sc.simulate(run, axis="w", axis_size=drawn.workers)(drawn.gradients)
     updates, waits = np.asarray(updates[0], np.float64), np.asarray(waits[0], np.float64)
     total = drawn.gradients.astype(np.float64).sum(axis=0)
-    # What waits, as steps of its gradient. That of the largest sets the levels of its bucket.
+    # Residuals, in steps of their gradient. The largest one sets the levels of its bucket.
     held = np.abs(waits).max(axis=0) / total
     level = drawn.level * (1 + held[drawn.huge])
     bound = drawn.bound + level
-    # Behind the change what waits is taken back first.
+    # After the change of sign the residual is taken back first.
     for now in (updates[:half], updates[half + math.ceil(drawn.bound + drawn.level) :]):
         longest = longest_waits(now != 0)
         assert longest.max() <= bound, (
             f"entry {longest.argmax()} waits {longest.max()} steps, and "
             f"{(longest > bound).sum()} entries more than {bound}"
         )
-    # And whoever hands it on keeps less than a level.
+    # A worker that passes an entry on keeps less than a level.
     assert held.max() <= bound + drawn.workers * level, f"{held.max()} steps of {held.argmax()}"
     given = np.where(np.arange(2 * half) < half, 1, -1).cumsum()[:, None] * total
     missing = np.abs(given - drawn.workers * updates.cumsum(axis=0) - waits)

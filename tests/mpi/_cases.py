@@ -1,4 +1,4 @@
-"""What the ranks of MPI run and the devices of a mesh run too, for their bits to be compared."""
+"""Cases that MPI ranks and the devices of a mesh both run, to compare their bits."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ DTYPES = ("float32", "bfloat16", "float16", "int32")
 
 
 class Case(NamedTuple):
-    """An allreduce, and where it runs: on ``"flat"``, one axis, or on ``"grid"``, two."""
+    """An allreduce, and its axes: ``"flat"``, one axis, or ``"grid"``, two."""
 
     allreduce: sc.SparseAllreduce
     workers: tuple[int, ...]
@@ -54,7 +54,7 @@ CASES = {
 
 
 def leaves(prefix: str, tree: Any) -> dict[str, np.ndarray]:
-    """All arrays by their path; bfloat16, which npz does not know, as float32."""
+    """All arrays by their path; bfloat16, which npz does not support, as float32."""
     found = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         array = np.asarray(leaf)
@@ -165,7 +165,7 @@ def params() -> list[dict[str, jax.Array]]:
 
 
 def batches(training: str, workers: int) -> np.ndarray:
-    """``f32[steps, P, examples, features]``; a sparse one has to skip step 7, for worker 1."""
+    """``f32[steps, P, examples, features]``; sparse trainings must skip step 7 of worker 1."""
     steps = TRAININGS[training].steps
     data = np.random.default_rng(1).standard_normal((steps, workers, 8, LAYERS[0]))
     if training != "dense":
@@ -185,7 +185,7 @@ def train_step(tx: optax.GradientTransformation, params: Any, state: Any, batch:
 
 
 class Training(NamedTuple):
-    """An optimizer, made for an axis and an inner axis, and how long it runs on how many."""
+    """An optimizer, made for an axis and an inner axis, and its numbers of steps and workers."""
 
     make: Callable[[Any, Any], optax.GradientTransformation]
     workers: int

@@ -37,7 +37,7 @@ def train(name: str, axis, inner_axis):
 
 
 def check_what_needs_a_mesh() -> None:
-    """It says so, and a state knows how many ranks it was made for."""
+    """Functions that need a mesh say so, and a state records its number of ranks."""
     tx, params, x = optax_ext.ok_topk(0.05, axis=WORLD), _cases.params(), jnp.ones(4)
     state, psum = tx.init(params), transport.psum
     mesh = jax.make_mesh((1,), ("ranks",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -1,4 +1,4 @@
-"""Which transport an axis gets, and what is said where MPI is not there; needs no MPI."""
+"""The transport that an axis gets, and the error without MPI; these tests need no MPI."""
 
 import functools
 import sys
@@ -15,7 +15,7 @@ from sparse_collectives import _compat, transport
 
 
 class Comm:
-    """As those of mpi4py: not hashable."""
+    """A communicator that is not hashable, as in mpi4py."""
 
     __hash__ = None  # type: ignore[assignment]
     Get_size, Get_rank = (lambda self: 4), (lambda self: 1)
@@ -67,7 +67,7 @@ def test_a_communicator_is_an_axis_that_is_bound_and_has_no_types(comm):
     assert _compat.to_varying(x, comm)["a"] is x["a"]
     assert transport.holds_on_mesh(x["a"], comm) is x["a"]
     assert int(transport.axis_index((comm, comm))) == 5
-    # What stands for it in a state is hashable and says how many.
+    # Its stand-in in a state is hashable and records the number of ranks.
     assert _compat.static_axis(comm) == _compat.static_axis(Intracomm())
     assert hash(_compat.static_axis((comm, comm))) == hash((_compat.Ranks(4), _compat.Ranks(4)))
     assert _compat.ranks(_compat.static_axis((comm, comm))) == 16

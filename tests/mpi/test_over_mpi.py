@@ -23,7 +23,7 @@ from examples.linear_models import __main__ as linear_models
 from tests.mpi import _cases
 from tests.optax_ext import helpers
 
-# That of the environment first: mpi4jax was built for the MPI in it.
+# The environment's mpirun comes first, since mpi4jax was built for the MPI in it.
 MPIRUN = shutil.which("mpirun", path=str(Path(sys.executable).parent)) or shutil.which("mpirun")
 SECONDS = 900
 
@@ -40,10 +40,10 @@ pytestmark = [
 
 
 def mpirun(workers: int, *arguments: str) -> str:
-    """The output of ``python arguments...`` on so many ranks."""
+    """The output of ``python arguments...`` on this number of ranks."""
     assert MPIRUN is not None
     command = [MPIRUN, "-n", str(workers), sys.executable, *arguments]
-    # Of mpich: everything between the processes stays on this machine.
+    # For mpich: all traffic between the processes stays on this machine.
     variables = environment() | {"HYDRA_IFACE": "lo", "FI_TCP_IFACE": "lo"}
     variables["PATH"] = f"{Path(MPIRUN).parent}{os.pathsep}{os.environ['PATH']}"
     pipes = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
@@ -60,7 +60,7 @@ def mpirun(workers: int, *arguments: str) -> str:
 
 @functools.cache
 def ranks(workers: int) -> list[dict[str, np.ndarray]]:
-    """What each rank found."""
+    """The results of each rank."""
     with tempfile.TemporaryDirectory() as folder:
         mpirun(workers, "-m", "tests.mpi._ranks", folder)
         return [dict(np.load(Path(folder) / f"{rank}.npz")) for rank in range(workers)]
@@ -79,7 +79,7 @@ def on_mesh(function, workers: int, *operands, axes: str = "flat"):
 
 
 def assert_same_bits(prefix: str, mesh, workers: int, rounding: float = 0.0) -> None:
-    """Every rank has what its device has; ``prefix`` is that of the names in its file."""
+    """Every rank has the bits of its device; the names in its file begin with ``prefix``."""
     for rank, found in enumerate(ranks(workers)):
         expected = _cases.leaves(prefix, jax.tree.map(lambda x, rank=rank: x[rank], mesh))
         for name, array in expected.items():
@@ -87,7 +87,7 @@ def assert_same_bits(prefix: str, mesh, workers: int, rounding: float = 0.0) -> 
             if rounding:
                 np.testing.assert_allclose(found[name], array, rtol=rounding, atol=rounding)
                 continue
-            # As bytes: -0.0 is another result than 0.0.
+            # As bytes, since -0.0 is not the same result as 0.0.
             assert found[name].tobytes() == array.tobytes(), (name, rank)
 
 
@@ -108,7 +108,7 @@ def test_the_transport_has_the_bits_of_the_mesh_and_its_sums_are_those_of_numpy(
 
 @pytest.mark.parametrize("workers", [2, 3, 4])
 def test_exchanges_keep_their_order_in_branches_and_loops(workers):
-    """And work without jit, and what needs a mesh says so: of that each rank is its own judge."""
+    """They also work without jit, and each rank checks that functions that need a mesh say so."""
     x = _cases.operands("int32", workers)
     mesh = on_mesh(lambda x: _cases.in_control_flow("w", workers, x), workers, jnp.asarray(x))
     assert_same_bits("flow", mesh, workers)
@@ -149,8 +149,8 @@ def test_training_has_the_bits_of_the_mesh(name):
     for batch in _cases.batches(name, workers):
         params, state, value = step(params, state, batch)
         losses.append(value)
-    # What LAMB does behind the exchange, and what sparse_adamw adds to the residual before it, XLA
-    # fuses otherwise in the two programs: seen was one unit in the last place of one entry.
+    # XLA fuses LAMB's arithmetic after the exchange, and the increment of sparse_adamw before it,
+    # in different ways in the two programs: one entry differed by a unit in the last place.
     rounding = 1e-6 if "lamb" in name or name == "sparse_adamw" else 0.0
     for kind, tree in (("params", params), ("state", state), ("losses", losses)):
         assert_same_bits(f"{name} {kind}", tree, workers, rounding)

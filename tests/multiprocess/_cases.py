@@ -1,9 +1,9 @@
-"""What a group of processes does, and what one process with as many devices does alike.
+"""Cases for a group of processes and for one process with as many devices.
 
-One of the group is `python -m tests.multiprocess._cases JSON`. Each case is ``case(mesh, folder,
-**options) -> {name: array}`` and is run by every process. Arrays that are spread over processes are
-gathered, so that what comes back can be compared with the bits of one process; the rest each
-process judges for itself.
+Each process of the group is `python -m tests.multiprocess._cases JSON`. Each case is ``case(mesh,
+folder, **options) -> {name: array}`` and is run by every process. Arrays that are spread over
+processes are gathered, so that the results can be compared with the bits of one process; each
+process checks the rest alone.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ REDUCTIONS = {
 
 
 def train(mesh: Mesh, folder: Path, *, reduction: str, steps: int) -> dict[str, np.ndarray]:
-    """Of the third step a row of the last worker is not finite, but for the dense mean."""
+    """Trains; unless dense, the last worker has a row that is not finite in the third step."""
     del folder
     run = _Run(mesh, reduction)
     sparse = reduction != "dense"
@@ -57,10 +57,10 @@ def train(mesh: Mesh, folder: Path, *, reduction: str, steps: int) -> dict[str, 
 
 
 def direct(mesh: Mesh, folder: Path) -> dict[str, np.ndarray]:
-    """The same with direct messages, of one process as of several."""
+    """The same with direct messages, in one process and in several."""
     transport.use_direct_messages()
     try:
-        # A cache knows no setting.
+        # The cache has no key for the setting.
         _step.cache_clear()
         return train(mesh, folder, reduction="agreed", steps=10)
     finally:
@@ -69,7 +69,7 @@ def direct(mesh: Mesh, folder: Path) -> dict[str, np.ndarray]:
 
 
 def rounds(mesh: Mesh, folder: Path) -> dict[str, np.ndarray]:
-    """Rounds, with the exchange beside the steps."""
+    """Rounds whose exchange overlaps the local steps."""
     del folder
     tx = optax_ext.sparse_adamw(0.01, every=3, axis="data")
     params = _task.first_params()
@@ -86,7 +86,7 @@ def rounds(mesh: Mesh, folder: Path) -> dict[str, np.ndarray]:
 
 
 def save(mesh: Mesh, folder: Path) -> dict[str, np.ndarray]:
-    """Saves after some steps; the next step is the same without and with a restore."""
+    """Saves after some steps; the next step is the same with and without a restore."""
     run, restored = _Run(mesh, "ok_topk"), _Run(mesh, "ok_topk")
     for step in range(SAVED_AT):
         run(step)
@@ -104,10 +104,10 @@ def save(mesh: Mesh, folder: Path) -> dict[str, np.ndarray]:
 
 
 def resume(mesh: Mesh, folder: Path) -> dict[str, np.ndarray]:
-    """The state that other workers have saved, and the next step of these."""
+    """The state that other workers have saved, and the next step of these workers."""
     run = _Run(mesh, "ok_topk")
     with _task.manager_of(folder / "saved") as manager:
-        # Each process restores all of the old state for itself.
+        # Each process restores the whole old state.
         run.params, state = _task.restore(manager, SAVED_AT, tx=run.tx)
     run.state = optax_ext.reshard(state, run.state)
     before, after = (whole(optax_ext.get_state(each).residual) for each in (state, run.state))
@@ -116,7 +116,7 @@ def resume(mesh: Mesh, folder: Path) -> dict[str, np.ndarray]:
 
 
 def refuse(mesh: Mesh, folder: Path) -> dict[str, np.ndarray]:
-    """What several processes can get wrong, they are told."""
+    """Mistakes that only several processes can make raise errors."""
     del folder
     run = _Run(mesh, "ok_topk")
     fresh = optax_ext.init_state(run.tx, run.params, mesh)
@@ -173,7 +173,7 @@ def _step(mesh: Mesh, reduction: str) -> tuple[Any, Any, list[int]]:
 
 
 def main() -> None:
-    """Runs the cases and writes what each returns to FOLDER/CASE.PROCESS.npz."""
+    """Runs the cases and writes the results of each to FOLDER/CASE.PROCESS.npz."""
     options = groups.settings()
     groups.join(options, options["devices"], initialization_timeout=600)
     assert jax.process_count() == options["processes"]

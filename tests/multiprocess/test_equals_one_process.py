@@ -1,7 +1,7 @@
 """Workers in several processes compute the bits of as many workers in one process.
 
-That these lose nothing and skip a step alike is held by tests/optax_ext/test_contract.py. And the
-examples over several processes, as a user runs them.
+tests/optax_ext/test_contract.py checks that these lose nothing and skip a step alike. The examples
+also run over several processes, as a user runs them.
 """
 
 import re
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 
 def run_group(folder, processes, devices, cases):
-    """What each process returned of each case; checkpoints are saved in the folder."""
+    """The results of each process for each case; checkpoints are saved in the folder."""
     given = {"devices": devices, "cases": list(cases), "folder": str(folder)}
     results = groups.finish(groups.group("tests.multiprocess._cases", processes, **given))
     assert not any(status for status, _ in results), results
@@ -32,7 +32,7 @@ def trainings(names, steps):
     return [(name, "train", {"reduction": name, "steps": steps}) for name in names]
 
 
-# At last what makes another program: one process takes a batch of its own.
+# The last case makes another program: one process takes a batch of its own.
 ALWAYS = [
     ("direct", "direct", {}),
     ("rounds", "rounds", {}),
@@ -54,7 +54,7 @@ def check_same(results, expected, dense=False):
         assert got.keys() == expected.keys()
         for name in got.keys() - {name for name in got if "copies" in name}:
             if dense or name == "losses":
-                # Gloo adds floats in another order than one process does: the last bits differ.
+                # Gloo adds floats in an order other than one process does: the last bits differ.
                 close = {"rtol": 1e-5, "atol": 1e-6} if dense else {"rtol": 1e-6}
                 np.testing.assert_allclose(got[name], expected[name], **close)
             else:
@@ -65,7 +65,7 @@ def check_same(results, expected, dense=False):
 
 
 def check_all(folder, cases, results, workers):
-    """Against one process with as many devices."""
+    """Compares with one process with as many devices."""
     mesh = _cases.mesh_of_all(jax.devices()[:workers])
     for name, case, options in cases:
         expected = _cases.CASES[case](mesh, folder, **options)
@@ -93,7 +93,7 @@ def test_other_processes_go_on_from_a_checkpoint_of_two(two_processes, processes
         np.testing.assert_array_equal(got["before"], results["save"][0]["saved_residual"])
         assert got["after"].shape[0] == processes * devices
         sums = [got[name].sum(0, dtype=np.float64) for name in ("before", "after")]
-        # To other workers a residual is dealt out, or added up within 24 bits for each.
+        # For other workers a residual is dealt out, or added up within 24 bits for each.
         np.testing.assert_allclose(*sums, rtol=2**-23)
         assert got["['state'][0].count"] == _cases.SAVED_AT + 1
 
@@ -102,7 +102,7 @@ def test_other_processes_go_on_from_a_checkpoint_of_two(two_processes, processes
 
 
 def run(example, processes, *options):
-    """What process 0 prints; the others print nothing of their own."""
+    """The output of process 0; the others print nothing of their own."""
     results = groups.example(example, processes, *options)
     for status, _ in results:
         assert status == 0, results

@@ -1,4 +1,4 @@
-"""What the tests of the optimizers share: meshes, steps of P workers, and what is kept of them."""
+"""Helpers of the optimizers' tests: meshes, steps of P workers, and their results."""
 
 import functools
 import math
@@ -22,17 +22,17 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def slow(*values, id=None):
-    """These together as one slow case."""
+    """One slow case of all these values."""
     return pytest.param(*values, marks=pytest.mark.slow, id=id)
 
 
 def slow_but(quick, values):
-    """These as cases, all but the quick ones slow."""
+    """These values as cases; all are slow except the quick ones."""
     return [value if value in quick else slow(value) for value in values]
 
 
 def mesh(sizes=4, names="data", kind=AxisType.Auto):
-    """Of the first devices; the sizes and names of several axes are tuples."""
+    """A mesh of the first devices; the sizes and names of several axes are tuples."""
     sizes = (sizes,) if isinstance(sizes, int) else tuple(sizes)
     names = (names,) if isinstance(names, str) else tuple(names)
     devices = np.asarray(jax.devices()[: math.prod(sizes)]).reshape(sizes)
@@ -88,11 +88,11 @@ def plain_sum():
 
 
 class Steps(NamedTuple):
-    """Of several steps, ``[steps, *workers, ...]``: the updates, and the states behind them."""
+    """The updates of several steps and the states after them, ``[steps, *workers, ...]``."""
 
     updates: Any
     states: Any
-    start: Any  # Of the same program: another one may round in other places.
+    start: Any  # From the same program: another one may round in other places.
 
     @property
     def state(self):
@@ -104,7 +104,7 @@ class Steps(NamedTuple):
 
     @property
     def last(self):
-        """The state behind the last step, ``[*workers, ...]``."""
+        """The state after the last step, ``[*workers, ...]``."""
         return jax.tree.map(lambda x: x[-1], self.state)
 
 
@@ -157,7 +157,7 @@ def train(tx, loss_fn, params, batches, on, *, state=None, **options):
 
 
 def local_step(tx, loss_fn, at=optax_ext.ahead):
-    """``(params, state, batch) -> (params, state)`` of one worker, in a loop of one's own."""
+    """``(params, state, batch) -> (params, state)`` of one worker, for a hand-written loop."""
 
     def step(params, state, batch):
         gradients = jax.grad(loss_fn)(at(params, state), batch)
@@ -168,13 +168,13 @@ def local_step(tx, loss_fn, at=optax_ext.ahead):
 
 
 def on_mesh(function, on, in_specs, out_specs, check_vma=True, **options):
-    """The function of what each device has, jitted."""
+    """The function mapped over the devices, jitted."""
     options |= {"in_specs": in_specs, "out_specs": out_specs, "check_vma": check_vma}
     return jax.jit(jax.shard_map(function, mesh=on, **options))
 
 
 def traced_without_devices(tx, like, workers=16):
-    """A step of so many devices that are not there, with gradients of these shapes."""
+    """A step on this many absent devices, with gradients of these shapes."""
     on = AbstractMesh((workers,), ("data",), axis_types=(AxisType.Auto,))
     state = jax.eval_shape(lambda g: optax_ext.init_state(tx, g, {"data": workers}), like)
     specs = P(), optax_ext.state_specs(state)
@@ -186,14 +186,14 @@ def traced_without_devices(tx, like, workers=16):
 
 
 def refused(message, function, *given, error=ValueError, **options):
-    """The call is an error that says this; all of its text."""
+    """Checks that the call raises an error that says this; returns its whole text."""
     with pytest.raises(error, match=message) as found:
         function(*given, **options)
     return str(found.value)
 
 
 def fails_in_the_step(step, match):
-    """A call in which a host callback raises an error."""
+    """Calls a step in which a host callback raises an error."""
     try:
         with pytest.raises(Exception, match=match):  # noqa: B017, PT012
             jax.block_until_ready(step())
@@ -208,7 +208,7 @@ def programs_of(page):
     return re.findall(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(), re.DOTALL)
 
 
-# A small problem, for what holds of any.
+# A small problem, for tests that hold for any problem.
 PARAMS = {"w": np.linspace(-1, 1, 24, dtype=np.float32).reshape(6, 4), "b": np.zeros(4, "f4")}
 
 
@@ -225,7 +225,7 @@ LOOPS = ("pmap", "check_vma=False", "simulate")
 
 
 def in_loop(loop, step, workers=4, axis="w"):
-    """``step(params, batch)`` of all workers where no types tell what differs between them."""
+    """``step(params, batch)`` of all workers in a loop without types for varying values."""
     if loop == "pmap":
         devices = jax.devices()[:workers]
         return jax.pmap(step, axis_name=axis, devices=devices, in_axes=(None, 0))

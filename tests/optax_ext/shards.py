@@ -17,7 +17,7 @@ from tests.optax_ext import helpers
 SHAPES = {
     "columns": ((6, 16), PartitionSpec(None, "model")),
     "rows": ((16, 5), PartitionSpec("model")),
-    # All devices hold it: its rows are dealt out.
+    # All devices hold it, so its rows are dealt out.
     "whole": ((8, 7), PartitionSpec()),
     # Neither its rows nor its entries are a multiple of the devices.
     "odd": ((3, 3), PartitionSpec()),
@@ -82,7 +82,7 @@ def run(tx, mesh, gradients, *, params=None, specs=SPECS, **options):
 
 
 def by_parts(tx, gradients, layout, *, axis="data", scanned=True):
-    """The same of unsharded runs, one for each device of a worker with its part of the leaves.
+    """The same from unsharded runs, one for each device of a worker with its part of the leaves.
 
     A scan of all steps is one program; ``scanned=False`` compiles one step, as training does.
 
@@ -125,7 +125,7 @@ def by_parts(tx, gradients, layout, *, axis="data", scanned=True):
 
 
 def same_on_devices(tree):
-    """Arrays have the same bits wherever several devices hold the same part of them."""
+    """Devices that hold the same part of an array have the same bits."""
     for leaf in jax.tree.leaves(tree):
         seen = {}
         for shard in leaf.addressable_shards:

@@ -1,4 +1,4 @@
-"""Each alias is the composition that its docstring names, and its options are those of all."""
+"""Each alias is the composition that its docstring names, and takes the common options."""
 
 import inspect
 
@@ -13,7 +13,7 @@ from tests.optax_ext.helpers import refused
 DENSITY, RATE = 0.1, 0.25
 PARAMS = {"a": jnp.zeros((9, 10)), "b": jnp.zeros(11)}
 TOPK, TOPK_A, PUBLISHED = select.topk(density=DENSITY), allreduce.topk_a(), select.published
-# For each alias the arguments besides density and axis that it needs, and what it is made of. A
+# For each alias, its required arguments besides density and axis, and its parts. A
 # system that is topk_a with another selection is named "topk_a, selector".
 ALIASES = {
     "dgc": ({}, PUBLISHED.dgc(density=DENSITY), TOPK_A),
@@ -89,13 +89,13 @@ OPTIONS = {
     "dense_steps": 2,
     "dense_leaves": optax_ext.small_leaves(min_size=1, min_ndim=2),
 }
-# What an alias sets itself is none of its options.
+# An argument that an alias sets itself is not one of its options.
 ITS_OWN = {"ok_topk_sgd": {"local": RATE}}
 ITS_OWN["dgc"] = {"correction": str(optax_ext.momentum_correction(0.9).spec)}
 
 
 def comparable(key, value):
-    """An option as what it does: two of the same arguments are different functions."""
+    """An option by its behavior: two with the same arguments are different functions."""
     if key == "local":
         return float(value.update(jnp.ones(()), value.init(jnp.ones(())))[0])
     return str(value.spec) if key == "correction" else value
@@ -103,11 +103,11 @@ def comparable(key, value):
 
 @pytest.mark.parametrize("name", ALIASES)
 def test_it_is_its_composition_whose_options_it_takes(name, monkeypatch):
-    """What it gives to sparse_allreduce is the same, so that what it does is to the bit."""
+    """It calls sparse_allreduce with the same arguments, so it behaves the same to the bit."""
     given = []
 
     def record(selector, allreduce, **options):
-        # An alias may say what is the default anyway.
+        # An alias may pass a default explicitly.
         known = {k: comparable(k, v) for k, v in options.items() if v != DEFAULTS.get(k)}
         given.append((str(selector.spec), str(allreduce.spec), known))
         return optax.identity()
@@ -152,7 +152,7 @@ def test_each_option_stands_in_the_signature_and_reaches_what_checks_it(name):
     assert taken <= set(parameters)
     assert not any(p.kind == p.VAR_KEYWORD for p in parameters.values())
     assert parameters["nonfinite"].default == "skip"
-    # A number would be an array to optax.inject_hyperparams.
+    # optax.inject_hyperparams would turn a number into an array.
     assert parameters["dense_steps"].default is None
     refused(r"missing .*'axis'", make, error=TypeError, **given)
     given = {**given, "axis": ("nodes", "w") if name == "hitopk" else "w"}
@@ -165,7 +165,7 @@ def test_each_option_stands_in_the_signature_and_reaches_what_checks_it(name):
 
 @pytest.mark.parametrize("name", ["sparse_adamw", "sparse_sgd", "ok_topk_sgd"])
 def test_arguments_of_an_optimizer_of_optax_that_would_be_others_here(name):
-    """A second one without its name is b1 or a momentum in optax, and would be a density here."""
+    """A second positional argument is b1 or momentum in optax, and would be a density here."""
     make = getattr(optax_ext, name)
     for more in ((0.9,), (0.9, 0.99)):
         message = rf"{name} takes the learning rate and keywords, got 0.9 .*density=0\.9.*b1"

@@ -1,4 +1,4 @@
-"""Optimizers of optax_ext as users of optax call them: with no mapped function around `init`."""
+"""Optimizers of optax_ext called as in optax, without a mapped function around `init`."""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ PARAMS = {"w": jnp.arange(24.0).reshape(4, 6), "b": jnp.ones(6)}
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.one_in(3)
 def test_with_a_mesh_init_makes_the_state_of_all_workers(name, kind):
-    """Under ``jax.set_mesh``, or with one that is given once."""
+    """The mesh is set by ``jax.set_mesh`` or given once."""
     tx, on = MAKERS[name](), mesh(kind=kind)
     given = optax_ext.with_mesh(tx, on)
     expected = optax_ext.init_state(tx, PARAMS, on)
@@ -79,9 +79,8 @@ def test_optax_reads_the_state_and_finds_what_is_like_the_parameters(name):
     assert len(found) == len(jax.tree.leaves(state))
 
 
-# What optax asks of each of its optimizers, with one worker and with four: that it ends at the
-# minimum of its two test functions, keeps dtypes and the types of its state, and may be put under
-# `lax.cond`.
+# Optax's requirements for its optimizers, with one worker and with four: they reach the minimum of
+# its two test functions, keep dtypes and the types of their states, and work under `lax.cond`.
 WHOLE = {
     "sparse_adamw": optax_ext.sparse_adamw(3e-3, axis="data", weight_decay=0.0),
     "sparse_sgd": optax_ext.sparse_sgd(1e-3, axis="data"),

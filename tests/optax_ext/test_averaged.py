@@ -1,4 +1,4 @@
-"""Averaged gradients and a forgotten ``ahead`` are told at trace time, or by bits without types."""
+"""Averaged gradients and a forgotten ``ahead`` are found by types in tracing, or by the bits."""
 
 import functools
 import warnings
@@ -53,7 +53,7 @@ def each(function):
 
 
 def clipped_in_a_call(gradients):
-    """By a function that is jitted by itself, and by a norm that is the same everywhere."""
+    """Averages in a separately jitted function and clips by a norm that is the same everywhere."""
     gradients = jax.jit(mean)(gradients)
     norm = optax.tree.norm(gradients)
     return jax.tree.map(lambda g: g * jnp.minimum(1.0, 1.0 / norm), gradients)
@@ -95,7 +95,7 @@ def by_rank(gradients):
 
 
 def in_a_loop(gradients):
-    """Whose equations are not those of a step."""
+    """Averages in a loop, whose equations are not in the step itself."""
     shift = each(lambda g: g + lax.axis_index("w").astype(jnp.float32))
     return lax.fori_loop(0, 2, lambda _, g: shift(mean(g)), gradients)
 
@@ -206,7 +206,7 @@ ASSERT = optax_ext.assert_local_gradients(axis="w")
 
 
 def checked(gradients):
-    """The gradients behind the check, in a simulation."""
+    """The gradients after the check, in a simulation."""
     workers = jax.tree.leaves(gradients)[0].shape[0]
     step = sc.simulate(lambda g: ASSERT.update(g, ())[0], axis="w", axis_size=workers)
     made = step(gradients)

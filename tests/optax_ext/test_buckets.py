@@ -1,6 +1,6 @@
-"""Buffers of some leaves: buckets, which can overlap, and leaves that go dense beside the others.
+"""Buffers of some leaves: buckets, which can overlap, and dense leaves next to sparse ones.
 
-That a step is skipped with all of its leaves is held by test_contract.py.
+test_contract.py checks that a step is skipped with all of its leaves.
 """
 
 import functools
@@ -40,7 +40,7 @@ def test_each_bucket_is_a_buffer_of_its_own_the_last_leaves_first():
     given = gradients()
     given["b"][2, 1, 7] = np.nan
     found = run(optax_ext.bucketed(topk_a(), 3), given)
-    # Of which one with a gradient that is not finite is skipped alone.
+    # Only the bucket with a gradient that is not finite is skipped.
     assert [bucket.skipped[-1].max() for bucket in found.states.buckets] == [0, 1, 0]
     for names, bucket in zip(("cd", "b", "a"), found.states.buckets, strict=True):
         alone = run(topk_a(), {name: given[name] for name in names})
@@ -56,7 +56,7 @@ def test_one_bucket_is_no_bucket():
 
 
 def test_behind_multi_transform():
-    """What waits in them is consolidated in test_flush.py."""
+    """test_flush.py consolidates their residuals."""
     parts = {"sparse": optax_ext.bucketed(topk_a(), 2), "dense": optax.identity()}
     tx = optax.multi_transform(parts, LABELS | {"b": "dense", "d": "sparse"})
     state = optax_ext.init_state(tx, PARAMS, {"w": WORKERS})
@@ -64,7 +64,7 @@ def test_behind_multi_transform():
 
 
 def waits(tx, layers=6, width=32):
-    """How many products of the backward pass each exchange needs, and how many there are."""
+    """How many products of the backward pass each exchange needs, and their total number."""
     on = mesh(4, "w")
     params = [jnp.full((width, width), 0.01)] * layers
 
@@ -78,13 +78,13 @@ def waits(tx, layers=6, width=32):
     lowered = step.lower(params, optax_ext.init_state(tx, params, on), jnp.ones((8, width)))
     text = lowered.compile().as_text()
     assert "is_scheduled=true" in text
-    # Of each instruction all that it needs, the operands of its operands too.
+    # For each instruction, its operands and, in turn, their operands.
     needs, exchanges, backward = {}, [], set()
     for line in text[text.index("\nENTRY") :].split("\n}")[0].splitlines()[2:]:
         name, _, rest = line.strip().removeprefix("ROOT ").partition(" = ")
         operands = set(re.findall(r"%[\w.\-]+", rest)) & needs.keys()
         needs[name] = operands.union(*(needs[operand] for operand in operands))
-        # The all-reduce of the loss is none of the exchange.
+        # The all-reduce of the loss does not belong to the exchange.
         if re.search(r"\ball-gather(-start)?\(", line) and re.search(r"topk|cond|psum", line):
             exchanges.append(name)
         if re.search(r"transpose.*dot_general", line):
@@ -95,12 +95,12 @@ def waits(tx, layers=6, width=32):
 @pytest.mark.slow
 @pytest.mark.parametrize("alias", [optax_ext.topk_a, optax_ext.ok_topk])
 def test_the_exchange_of_a_bucket_needs_only_the_backward_pass_of_its_layers(alias):
-    """So XLA can overlap it with the rest; in one buffer everything waits for everything."""
+    """So XLA can overlap it with the rest; with one buffer the exchange needs every layer."""
     counts, whole = waits(alias(0.1, axis="w"))
     assert whole >= 5
     assert set(counts) == {whole}
     counts, whole = waits(optax_ext.bucketed(alias(0.1, axis="w"), 3))
-    # In the order of the schedule, a third of the layers after the other.
+    # In the order of the schedule, 1/3 of the layers at a time.
     assert counts == sorted(counts)
     assert len(set(counts)) == 3
     assert counts[0] <= whole // 3 + 1
@@ -206,7 +206,7 @@ def test_momentum_rate_and_dropped_entries_hold_for_dense_leaves_too():
 
 
 def test_all_leaves_dense_is_the_dense_allreduce_and_has_the_words_of_one_sum():
-    # Of exact sums.
+    # These gradients have exact sums.
     given = {name: (leaf * 16).round() / 16 for name, leaf in gradients().items()}
     tx = optax_ext.ok_topk(0.1, axis="w", dense_leaves=dict.fromkeys(PARAMS, "dense"))
     found, dense = (run(each, given) for each in (tx, optax_ext.dense(axis="w")))
@@ -215,7 +215,7 @@ def test_all_leaves_dense_is_the_dense_allreduce_and_has_the_words_of_one_sum():
             found.updates[name].astype(np.float32), leaf.astype(np.float32), rtol=1e-2
         )  # dense() adds bfloat16 up in bfloat16, whose steps are 1 / 256
     assert found.last.count.tolist() == [STEPS] * WORKERS
-    # Of each step, not of all until then.
+    # The words of each step, not of all steps so far.
     np.testing.assert_allclose(found.state.info.words, 2 * 365 * (WORKERS - 1) / WORKERS)
 
 

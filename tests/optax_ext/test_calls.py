@@ -38,11 +38,11 @@ def test_a_state_of_another_number_of_workers(then, now, host):
     params, state = jax.device_get(waiting(then)) if host else waiting(then)
     params = jax.device_get(params)
     step = optax_ext.make_train_step(loss_fn, TX, mesh(now))
-    message = f"opt_state is that of {then} workers, and the mesh has {now} along 'data'.*reshard"
+    message = f"opt_state was made for {then} workers, and the mesh has {now} along 'data'.*reshard"
     refused(message, step, params, state, BATCH)
     moved = optax_ext.reshard(state, optax_ext.init_state(TX, params, mesh(now)))
     params, after, _ = step(params, moved, BATCH)
-    # A step knows one structure; the shapes are looked at again.
+    # A step records one structure, and checks the shapes again.
     refused(message, step, params, state, BATCH)
     step(params, after, BATCH)
 
@@ -51,7 +51,7 @@ def test_a_state_of_another_number_of_devices_of_a_worker():
     meshes = [mesh(sizes, ("data", "model")) for sizes in ((2, 4), (4, 2))]
     state = optax_ext.init_state(TX, PARAMS, meshes[0], specs=P())
     step = optax_ext.make_train_step(loss_fn, TX, meshes[1])
-    message = "opt_state is that of 2 workers of 4 devices, and the mesh has 4 of 2 along 'data'"
+    message = "opt_state was made for 2 workers of 4 devices, and the mesh has 4 of 2 along 'data'"
     refused(message, step, PARAMS, state, BATCH)
 
 
@@ -87,7 +87,7 @@ def test_a_step_with_arguments_in_another_order_or_number():
     refused(message, step, params, state, BATCH, y, error=TypeError)
     refused(re.escape("(x, y, z)"), step, params, state, BATCH, y, y, error=TypeError)
     step(params, state, (BATCH, y))
-    # Two numbers for two workers are no key.
+    # Two numbers for two workers are not a key.
     lowered_step(batch=(BATCH, np.arange(2, dtype=np.uint32)), workers=2)
 
 
@@ -114,7 +114,7 @@ def test_a_loss_that_is_averaged_over_the_workers_already():
     message = "loss_fn returned the same on every worker of axis 'data'.*pmean or psum.*twice"
     for reduce in (jax.lax.pmean, jax.lax.psum):
         refused(message, lowered_step, lambda p, b, reduce=reduce: reduce(loss_fn(p, b), "data"))
-    # Statistics inside of a loss may be over all workers, and a constant is of none.
+    # Statistics inside a loss may be over all workers, and a constant depends on no worker.
     lowered_step(lambda p, b: loss_fn(p, b - jax.lax.pmean(b.mean(), "data")))
     lowered_step(lambda p, b: 0.0)
 
@@ -139,7 +139,7 @@ def test_keys_in_a_batch(make):
         x = jnp.where(jax.random.bernoulli(key[0], 0.5, x.shape), x, 0.0)
         return loss_fn(params, x)
 
-    # Nothing waits yet, so that the loss is that of the parameters.
+    # The residual is still 0, so the loss is taken at the parameters.
     state = optax_ext.init_state(TX, PARAMS, mesh(workers))
     step = optax_ext.make_train_step(noisy, TX, mesh(workers), donate=False)
     message = r"batch\[1\] is one PRNG key.*jax.random.split\(key, 4\).*batch\[1\]\[0\] in the loss"
@@ -220,7 +220,7 @@ def tied(params, state, copy):
 
 
 def shared_with_the_state(params, state, copy):
-    # The velocity of sgd, whose state is behind that of the allreduce.
+    # The velocity of sgd, whose state comes after the allreduce's state.
     trace, *rest = state[1]
     return params, (state[0], (trace._replace(trace=jax.tree.map(copy, params)), *rest))
 
@@ -266,7 +266,7 @@ def test_nothing_is_copied_that_occurs_once_and_without_donation_nothing_is_look
     params, state = begun, fresh
     for i in range(3):
         params, state, _ = step(params, state, batch)
-        # All leaves of the first step, and of those later none.
+        # All leaves of the first step are looked at, and no leaf of later steps.
         assert bool(asked) == (i == 0)
         asked.clear()
     assert all(begun[name].is_deleted() for name in "ab")

@@ -1,4 +1,4 @@
-"""Orbax saves and restores the whole state; what does not fit, or was damaged, is refused.
+"""Orbax saves and restores the whole state; mismatched and damaged states are refused.
 
 Checksums are the same however arrays are sharded, and others for any changed bit.
 """
@@ -21,7 +21,7 @@ from optax_ext._state import _checkpoint
 from optax_ext.contrib import check_checksums, checksums
 from tests.optax_ext.helpers import bits, mesh, normal, refused, slow, train
 
-# Orbax leaves coroutines behind when a read fails.
+# Orbax leaves unfinished coroutines when a read fails.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
     pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning"),
@@ -127,7 +127,7 @@ def test_a_checkpoint_of_other_settings_workers_or_parameters_is_refused_by_name
     tx, other, message
 ):
     saved = metadata_of(expected(tx))
-    # Another version of the library is none of another state, nor are integers of NumPy.
+    # Another version of the library, or NumPy integers, do not make it another state.
     optax_ext.check_metadata({**saved, "version": "0.0.1", "workers": np.int32(8)}, expected(tx))
     for wrong, text in (
         (expected(other), message),
@@ -148,7 +148,7 @@ def test_what_is_no_metadata_and_what_are_no_checksums(saved):
 @pytest.mark.parametrize("found", [None, 4, 6, "2", True, np.arange(2)])
 def test_another_format_is_named(found):
     saved = {**metadata_of(expected(SAVED)), "format": found, "version": "0.0.9"}
-    if found is None:  # As those that were written before there was a number.
+    if found is None:  # As in metadata from before there was a number.
         del saved["format"]
     message = r"(?s)has format .*0\.0\.9.*reads format 5: .*consol"
     refused(message, optax_ext.check_metadata, saved, expected(SAVED))
@@ -189,7 +189,7 @@ def test_an_abstract_state_needs_a_place():
         (optax.scale(0.1), "EmptyState"),
         (optax.scale_by_schedule(lambda count: 0.1), "ScaleByScheduleState"),
         (optax.chain(optax.clip(1.0), optax.ema(0.9)), "EmptyState, EmaState"),
-        # Made for the tree of the parameters, and no other.
+        # It was made for this tree of parameters and no other.
         (optax.masked(optax.ema(0.9), {"w": True}), "MaskedState, EmaState"),
         (optax.GradientTransformation(lambda p: None, lambda u, s, p=None: (u, s)), "no state"),
     ],
@@ -213,7 +213,7 @@ def test_orbax_refuses_other_arrays_and_the_metadata_alone_tells_another_density
     refused("not compatible with the stored shape", restore, folder, expected(SAVED, 4))
     other = expected(transformation(alias=optax_ext.topk_a))
     refused(r"(?s)do not match.*threshold", restore, folder, other)
-    # Its arrays are the same, so that orbax restores them: whole, and a step is possible.
+    # Its arrays have the same shapes, so orbax restores them, and a step is possible.
     tx = transformation(0.2)
     with ocp.StandardCheckpointer() as checkpointer:
         saved = checkpointer.metadata(folder).custom_metadata
@@ -227,11 +227,11 @@ def test_orbax_refuses_other_arrays_and_the_metadata_alone_tells_another_density
 
 @pytest.mark.slow
 def test_a_correction_that_the_checkpoint_has_not(folder):
-    # Orbax takes an empty tuple for an array that is not there.
+    # Orbax takes an empty tuple for a missing array.
     state = restore(folder, expected(CORRECTED))
     message = r"state.velocity is \(\), but .* has a correction"
     refused(message, trained, CORRECTED, state=state)
-    # What the message advises.
+    # The advice of the message.
     moved = optax_ext.reshard(state, optax_ext.init_state(CORRECTED, PARAMS, mesh(8)))
     assert bits(moved[0].residual) == bits(state[0].residual)
     trained(CORRECTED, state=moved)
@@ -315,7 +315,7 @@ def test_the_error_names_the_arrays_that_differ(wrong):
     check_checksums({path: np.uint32(x) for path, x in saved.items()}, TREE)
     refused(r"1 of 2 .*: \['b'\]\.", check_checksums, saved, {**TREE, "b": TREE["b"] + 1})
     refused(r"\['c'\]", check_checksums, saved, {**TREE, "c": TREE["b"]})
-    text = refused("are not those that were saved", check_checksums, saved | wrong, TREE)
+    text = refused("differ from the saved ones", check_checksums, saved | wrong, TREE)
     assert len(text) < 1000
 
 

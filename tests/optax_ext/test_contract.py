@@ -1,6 +1,6 @@
-"""What holds for every transformation: nothing is lost, all agree, a skipped step changes nothing.
+"""Every transformation loses nothing, agrees on all workers, and can skip a step unchanged.
 
-Steps of which some have a gradient that is not finite, by one program for each row of the table.
+Some of the steps have a gradient that is not finite; each row of the table is one program.
 """
 
 from typing import Any, NamedTuple
@@ -23,11 +23,12 @@ ar, select = sc.allreduce, sc.select
 
 
 class Row(NamedTuple):
-    """A transformation, and what it makes of the gradients.
+    """A transformation, and how it treats the gradients.
 
-    `rate` is by what its local transformation multiplies the gradients, at each step that is
-    taken; `sign` that of its updates; `decay` that of the residuals and `momentum` of velocities;
-    `dtypes` of the leaves, which round; `every` so many steps there is an exchange.
+    `rate` is the factor by which its local transformation multiplies the gradients, at each step
+    that is taken; `sign` is the sign of its updates; `decay` applies to the residuals, `momentum`
+    to the velocities; `dtypes` are the leaves' types, which round; `every` counts the steps from
+    one exchange to the next.
     """
 
     tx: Any
@@ -57,7 +58,7 @@ def scheduled(schedule):
     return select.scheduled(select.topk(density=0.5), schedule)
 
 
-# What narrow8 rounds off is kept. Without balancing it takes half of the time to compile.
+# The rounding errors of narrow8 are kept. Without balancing it compiles in half the time.
 NARROW = ar.ok_topk(
     density=DENSITY,
     slack=float("inf"),
@@ -136,7 +137,7 @@ ROWS = {
     "powersgd": Row(optax_ext.powersgd(2, axis="w"), quick=True),
     "acp_sgd": Row(optax_ext.acp_sgd(2, axis="w"), quick=True),
 }
-# At step 2 in the first leaf of one worker, later in the second one of another.
+# At step 2 in the first leaf of one worker, later in the second leaf of another worker.
 BAD = {2: ("a", np.nan), 4: ("b", np.inf), 5: ("a", -np.inf)}
 
 
@@ -151,7 +152,7 @@ def gradients(workers, dtypes):
 
 
 def summed(rows, state, workers, of_dense=()):
-    """Over the workers or nodes, ``f64[steps, n]``; of leaves that are dense only velocities."""
+    """The sum over workers or nodes, ``f64[steps, n]``; dense leaves have only velocities."""
     rows = np.asarray(rows, np.float64).reshape(STEPS, workers[0], -1)
     dense = np.repeat(state.layout.dense, [90, 11]) if any(state.layout.dense) else np.zeros(SIZE)
     found = np.zeros((STEPS, SIZE))
@@ -162,7 +163,7 @@ def summed(rows, state, workers, of_dense=()):
 
 
 def behind(sums):
-    """Before each step what was there behind the one before."""
+    """For each step, the sums after the previous step."""
     return np.concatenate([np.zeros((1, SIZE)), sums[:-1]])
 
 
@@ -179,7 +180,7 @@ def test_nothing_is_lost_all_agree_and_a_skipped_step_changes_nothing(row):
     for shared in (state.count, state.skipped, state.info.delivered, state.info.words):
         shared = np.reshape(shared, (STEPS, p))
         assert (shared == shared[:, :1]).all()
-    # In rounds nobody waits for a worker that leaves out a step of its own.
+    # In rounds no worker waits for one that leaves out a step of its own.
     skipped = {} if row.every > 1 else BAD
     if row.every > 1:
         assert np.sum(state.missed.reshape(STEPS, p)[-1]) == len(BAD)

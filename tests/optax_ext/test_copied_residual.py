@@ -1,4 +1,4 @@
-"""A residual counts for the worker that made it: copies of it are left out, and told where one can.
+"""A residual counts for the worker that made it: copies are left out, and reported if possible.
 
 ``flax.jax_utils.unreplicate`` and ``replicate`` around a checkpoint, as pmap trainers write them,
 and a spec without the axis, give all workers what one of them had.
@@ -51,7 +51,7 @@ OF_ONE = ("residual", "velocity", "dense_velocity")
 )
 @pytest.mark.one_in(3)
 def test_a_copy_is_left_out(name):
-    """A step from copies of worker 0's residual is one of worker 0's alone."""
+    """A step from copies of worker 0's residual equals a step from worker 0's residual alone."""
     tx, nested = TRANSFORMATIONS[name], name == "hierarchical"
     shape, axis = ((2, 2), NODES) if nested else ((WORKERS,), "w")
     lanes = {"axis": axis, "axis_size": shape if nested else WORKERS}
@@ -111,7 +111,7 @@ def test_a_pmap_trainer_that_unreplicates_its_checkpoint():
     refused(one, optax_ext.flush, PARAMS, saved)
     refused("is a state of jax.pmap", optax_ext.flush, PARAMS, replicate(saved))
     refused(other, optax_ext.checkpoint_metadata, replicate(saved))
-    # The whole state is right whatever it is kept in meanwhile.
+    # The whole state stays valid on the host; copies are marked.
     whole = jax.tree.map(np.asarray, state), np.arange(WORKERS)
     for given, owner in (whole, (replicate(saved), [0, -2, -3, -4])):
         _, after = step(params, given, batch().reshape(WORKERS, 2, SIZE))
@@ -134,7 +134,7 @@ def test_what_has_somebody_to_tell_refuses_copies():
         (optax_ext.checkpoint_metadata, copied),
     ):
         refused(message, refuses, *given)
-    # The way out that it names.
+    # The way out that the message names.
     for workers in (WORKERS, 2):
         again = optax_ext.reshard(copied, optax_ext.init_state(tx, PARAMS, mesh(workers, "w")))
         np.testing.assert_array_equal(again.residual.sum(0), state.residual[0])
@@ -167,7 +167,7 @@ def test_of_sharded_parameters_each_worker_has_one_mark():
 
 
 def test_a_spec_without_the_axis_loses_others_but_copies_nothing():
-    """``out_specs=P()`` under ``check_vma=False`` says that worker 0's state is that of all."""
+    """``out_specs=P()`` under ``check_vma=False`` makes worker 0's state the state of all."""
     tx = optax_ext.topk_a(0.1, axis="w")
     state = optax_ext.init_state(tx, PARAMS, mesh(WORKERS, "w"))
 
@@ -179,7 +179,7 @@ def test_a_spec_without_the_axis_loses_others_but_copies_nothing():
     _, lost = step(specs, P())(PARAMS, state, batch())
     refused(message, optax_ext.checkpoint_metadata, lost)
     refused(message, optax_ext.check_metadata, optax_ext.checkpoint_metadata(state), lost)
-    # As a checkpoint has it: of what is typed as replicated it holds one device's.
+    # As in a checkpoint, which holds one device's copy of a state that is typed as replicated.
     on_host = jax.tree.map(np.asarray, lost)
     _, marked = step(P(), specs)(PARAMS, on_host, batch())
     np.testing.assert_array_equal(np.ravel(marked.owner), [0, -2, -3, -4])

@@ -69,7 +69,7 @@ INJECTED = optax.inject_hyperparams(optax_ext.sparse_adamw)
 INJECTED = functools.partial(INJECTED, learning_rate=0.1, axis="data")
 SPARSE = functools.partial(optax_ext.sparse_allreduce, axis="data")
 HUGE = jax.ShapeDtypeStruct((2**16, 2**15), jnp.float32)
-# The state whole on each worker, and one of one worker.
+# The whole state on each worker, and the state of one worker.
 SIMULATED = sc.simulate(ok_topk().update, axis="data", axis_size=4, in_axes=(0, None))
 ON_ALL = on_mesh(ok_topk().update, mesh(), P(), P(), check_vma=False)
 STACKED = jax.tree.map(lambda x: jnp.stack([x] * 4), PARAMS)
@@ -81,7 +81,7 @@ BOOL, BUCKETS = "dense_steps must return one bool", "buckets must be an integer 
 UNBOUND, SECONDS = "axis='data' is not bound", "seconds must be a positive number of seconds, got"
 WRONG_VALUES = [
     (lambda: ok_topk().init(PARAMS), rf"{UNBOUND}.*init_state\(tx, params, mesh"),
-    # Who else may have called init.
+    # Others that may have called init.
     (lambda: ok_topk().init(PARAMS), r"jax\.set_mesh.*TrainState.*nnx\.Optimizer.*with_mesh"),
     (lambda: ok_topk().update(PARAMS, init(ok_topk())), f"{UNBOUND}.*shard_map.*pmap.*simulate"),
     (lambda: DENSE.update(PARAMS, DENSE.init(PARAMS)), UNBOUND),
@@ -134,7 +134,7 @@ WRONG_VALUES = [
         (lambda wrong=wrong: optax_ext.residual(step_ahead=wrong), "step_ahead must be a number")
         for wrong in (-0.1, float("nan"), "P")
     ),
-    (lambda: ok_topk(residual=AHEAD), "holds gradients.*Put the rate in front"),
+    (lambda: ok_topk(residual=AHEAD), "holds gradients.*learning rate and its sign"),
     (lambda: LOCAL(b2=1.0), "b2 must be less than 1"),
     (lambda: LOCAL(b2=-0.1), "b2 must be a number"),
     (
@@ -227,7 +227,7 @@ def test_an_axis_of_another_name(mapped):
         init = on_mesh(init, mesh(8, "batch"), P(), P())
     else:
         init = getattr(jax, mapped)(init, axis_name="batch")
-    message = rf"{UNBOUND} here, where the axes are \('batch',\).*axis_name='data'"
+    message = rf"{UNBOUND} here; the bound axes are \('batch',\).*axis_name='data'"
     refused(message, init, jnp.ones((8, 3)))
 
 
@@ -277,7 +277,7 @@ def test_a_state_made_with_other_settings(other, named):
     text = refused(message, trace_update, other, PARAMS, PARAMS, init(ok_topk()))
     assert all(part in text for part in named), text
     assert "optax_ext.reshard(opt_state, optax_ext.init_state(tx, params, mesh))" in text
-    # What the message says to do works.
+    # The fix in the message works.
     moved = optax_ext.reshard(init(ok_topk()), init(other))
     trace_update(other, PARAMS, PARAMS, moved)
 

@@ -1,4 +1,4 @@
-"""The end of a training: what waits is applied, or looked at, with the state of all workers."""
+"""The end of a training: the residual is applied or inspected, with the state of all workers."""
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,7 @@ def test_a_state_without_residuals(function):
     params = jax.tree.map(jnp.asarray, PARAMS)
     for state in (optax.adamw(0.1).init(params), (), {"w": jnp.zeros(3)}):
         refused("opt_state has no residuals", function, params, state)
-    # Of the dense mean nothing waits, so that a loop need not know which of the two it has.
+    # A dense mean has no residual; flush accepts it, so a loop can always call it.
     tx = optax.chain(optax_ext.dense(axis="data"), optax.sgd(0.1))
     same(optax_ext.flush(params, optax_ext.init_state(tx, params, mesh()))[0], params)
 
@@ -51,7 +51,7 @@ def test_a_state_without_residuals(function):
 @pytest.mark.parametrize("kept", ["float32", "bfloat16", "hierarchical"])
 @pytest.mark.one_in(3)
 def test_flush_is_a_step_within_the_limit(kept, rate):
-    """No entry moves further than in the largest step, and what is beyond is kept."""
+    """No entry moves further than in the largest step, and the excess is kept."""
     axis, on, options, outer = "data", mesh(), {}, sc.allreduce.topk_a()
     if kept == "bfloat16":
         options["residual"] = optax_ext.residual(jnp.bfloat16, step_ahead=1.0)
@@ -76,9 +76,9 @@ def test_flush_is_a_step_within_the_limit(kept, rate):
     assert np.abs(flat(before)).max() > limit
     applied = np.clip(flat(before), -limit, limit)
     np.testing.assert_allclose(flat(flushed), flat(params) + applied, rtol=1e-5, atol=1e-6)
-    tolerance = 2**-8 if kept == "bfloat16" else 1e-6  # Of a residual that is rounded.
+    tolerance = 2**-8 if kept == "bfloat16" else 1e-6  # A bfloat16 residual is rounded.
     np.testing.assert_allclose(flat(after), flat(before) - applied, rtol=tolerance, atol=1e-6)
-    # What was wholly applied is gone from every worker.
+    # Entries that were applied in full are 0 on every worker.
     assert (flat(after)[np.abs(flat(before)) < 0.99 * limit] == 0).all()
     assert rest.residual.sharding == state.residual.sharding
 
@@ -86,7 +86,7 @@ def test_flush_is_a_step_within_the_limit(kept, rate):
 @pytest.mark.slow
 @pytest.mark.parametrize("density", [0.05, 0.01])
 def test_flush_at_a_constant_rate_hurts_no_loss(density):
-    """All that waits at once would: so the case is one that can tell."""
+    """Applying the whole residual at once would, so this case can show a difference."""
     from flax import nnx
 
     from benchmarks.training import _data, flush_cost
@@ -107,7 +107,7 @@ def test_flush_at_a_constant_rate_hurts_no_loss(density):
     at_once = optax.apply_updates(params, of_all)
     flushed, _ = optax_ext.flush(params, state)
     before, after, whole = (float(loss(p, (images, labels))) for p in (params, flushed, at_once))
-    # What waits is three quarters of what was beyond the limit: at 5 % the loss was 28 % more.
+    # 75 % of the excess over the limit stays in the residual: at 5 % the loss was 28 % higher.
     assert after < before
     assert whole > 1.2 * before
 
@@ -123,7 +123,7 @@ def test_a_state_of_pmap_outside_of_it():
     refused(message, optax_ext.consolidate, PARAMS, state)
     refused(r"a state of jax\.pmap", optax_ext.reshard, state, fresh)
     text = refused(message, step, PARAMS, state, batch_of())
-    # What the message says to write is the state of all workers.
+    # The code in the message makes the state of all workers.
     names = {"jax": jax, "optax_ext": optax_ext, "opt_state": state}
     exec("\n".join(line.strip() for line in text.splitlines()[1:]), names)
     joined = names["opt_state"]

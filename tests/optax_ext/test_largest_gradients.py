@@ -1,6 +1,6 @@
-"""Finite gradients of any size leave finite residuals, and training goes on behind them.
+"""Finite gradients of any size leave finite residuals, and training continues after them.
 
-That nothing is lost and a skipped step changes nothing: tests/fuzz, with gradients of this size.
+tests/fuzz checks with gradients of this size that nothing is lost and skipped steps change nothing.
 """
 
 import functools
@@ -35,7 +35,7 @@ PLAIN = {name: exchange(name) for name in (*table.ALGORITHMS, *OPTIONS)}
 LOSSY = {
     name: exchange(name, sc.wire.narrow8()) for name in PLAIN if name.split(",")[0] in table.ENCODED
 }
-# Codecs where what is rounded off differs in kind: own entries, sums, what found no slot, shares.
+# Codecs with rounding errors of each kind: of own entries, sums, overflow and shares.
 ROUNDED = (
     *("ok_topk", "gtopk", "spardl", "topk_a", "ring_sparse, no slack"),
     *("ssar_recursive_double, bounded", "dsar_split_allgather"),
@@ -46,9 +46,9 @@ CASES = PLAIN | {
     **{f"{x}, qsgd": exchange(x, QSGD) for x in ROUNDED if x in ("ok_topk", "spardl", "topk_a")},
     "complete spardl": sc.allreduce.complete(PLAIN["spardl"]),
 }
-# The first had infinite residuals; so had gtopk, and what finds no slot in ssar and ring.
+# The first had infinite residuals; so had gtopk, and the overflow of ssar and ring.
 QUICK = [("spardl", 8), ("topk_a", 7)]
-# Those whose rounds are others where the number of workers is no power of two, or odd.
+# Exchanges whose rounds depend on whether the number of workers is a power of two, or even.
 BOTH = ("gtopk", "spardl", "ssar_recursive_double, bounded")
 ALL = [(name, workers) for name in CASES for workers in ((7, 8) if name in BOTH else (7,))]
 
@@ -70,7 +70,7 @@ def gradients(workers, seed):
     rng = np.random.default_rng(seed)
     given = rng.standard_normal((HUGE + NORMAL, workers, SIZE))
     signs = rng.choice([-1.0, 1.0], (HUGE, workers, SIZE))
-    # Half of the entries have one sign everywhere: nothing cancels.
+    # Half of the entries have the same sign on all workers, so nothing cancels.
     signs[..., ::2] = 1.0
     given[:HUGE] = np.where(rng.random((HUGE, workers, SIZE)) < 0.8, signs * LARGEST, 0.5)
     given[1, 1:] = rng.standard_normal((workers - 1, SIZE))
@@ -96,7 +96,7 @@ def test_residuals_stay_finite_and_training_goes_on(name, workers):
 
 @pytest.mark.parametrize("name", ["spardl", slow("gtopk")])
 def test_residuals_grow_by_less_than_p_times_the_bound(name):
-    """Gradients just below it are taken, of one sign, where nothing cancels."""
+    """Gradients just below it are taken; they have one sign, so nothing cancels."""
     workers, steps = 8, HUGE + NORMAL
     below = np.float32(BOUND) * np.float32(1 - 2.0**-24)
     given = np.full((steps, workers, SIZE), below)
@@ -126,7 +126,7 @@ def test_where_nothing_of_others_is_kept_every_finite_gradient_is_taken():
     assert not counters.skipped.any()
     assert (updates[0, :, 3] > 1e37).all()
     assert (residuals[0, :, 3] > 3e38).all()
-    # A share of it goes at each step.
+    # A share of the residual is applied at each step.
     assert (np.diff(residuals[:, 0, 3]) < 0).all()
 
 
@@ -134,7 +134,7 @@ def test_which_allreduces_say_that_they_keep_parts_of_others():
     keep = {"gtopk", "spardl", "ssar_recursive_double, bounded"}
     keep |= {"ring_sparse", "ring_sparse, no slack"}
     assert {name for name, each in PLAIN.items() if each.keeps_others} == keep
-    # Rounding is of sums, but where each worker encodes what is its own.
+    # Sums are rounded, except if each worker encodes its own entries.
     own = {"topk_a", "sparse_allgather"}
     assert {name for name, each in LOSSY.items() if not each.keeps_others} == own
     for name in ("spardl", "topk_a"):

@@ -1,7 +1,7 @@
 """What a worker accumulates and keeps, by option.
 
-A velocity before the residual, a residual that decays or is bfloat16, and a limit of what an entry
-moves in a step: most of what is beyond it stays in the residuals.
+The options are a velocity before the residual, a residual that decays or is bfloat16, and a limit
+of an entry's move in a step: most of the excess stays in the residuals.
 """
 
 import functools
@@ -52,13 +52,13 @@ def test_it_is_the_algorithm_of_dgc(masking):
         np.testing.assert_allclose(found.state.velocity[step, :, 0], u, rtol=1e-4, atol=1e-5)
 
 
-# An allreduce that delivers of the three entries that all select one of each worker: where nothing
-# is rounded its first, else its own, of which a third is rounded.
+# An allreduce that delivers one entry of each worker out of three that all select: the first if
+# nothing is rounded, otherwise its own, of which 1/3 is rounded.
 @pytest.mark.parametrize(
     "exchange", [slow(sc.allreduce.published.sparse_allgather()), sc.allreduce.topk_a()]
 )
 def test_only_what_was_delivered_is_masked(exchange):
-    """What is rounded off the entries of others is no delivery."""
+    """The rounding error of others' entries is not a delivery."""
 
     def reduce(coo, state, *, axis):
         mine = jnp.arange(coo.capacity) == jax.lax.axis_index(axis)
@@ -115,11 +115,11 @@ def test_what_bfloat16_holds_is_kept_and_nothing_becomes_infinite():
 
 @pytest.mark.slow
 def test_small_gradients_add_up_in_bfloat16():
-    """Each is a thousandth of what the residual holds: rounded to the nearest it would vanish."""
+    """Each is 1/1,000 of the residual and would vanish if it were rounded to the nearest."""
     steps, size = 400, 256
     given = np.full((1 + steps, 1, size), 1e-3, np.float32)
     given[0] = 1.0
-    # The one entry that is sent is always the first.
+    # The first entry is always the one that is sent.
     given[..., 0] = 100.0
     found = run(optax_ext.topk_a(1 / size, axis="w", residual=BF16), given)
     rest = found.residuals[-1, 0, 1:].astype(np.float64)
@@ -130,7 +130,7 @@ def test_small_gradients_add_up_in_bfloat16():
 
 @pytest.mark.parametrize("exponent", [-66, 40])
 def test_how_much_is_rounded_off_does_not_depend_on_the_size_of_the_gradients(exponent):
-    """No number is subnormal at 1e-20: all bits are those at 1, but for the exponent."""
+    """No number is subnormal at 1e-20: all bits except the exponents are the same as at 1."""
     tx = optax_ext.topk_a(0.1, axis="w", residual=BF16)
     scale = np.float32(2.0**exponent)
     plain, scaled = run(tx, GIVEN), run(tx, GIVEN * scale)
@@ -151,8 +151,8 @@ def test_what_is_missing_in_bfloat16_is_within_its_bound_and_cancels():
     bound = 2.0**-7 * np.abs(kept).sum(1) + 2.0**-22 * np.abs(before + given).sum(1)
     assert (np.abs(missing) <= bound).all()
     assert (missing != 0).mean() > 0.5
-    # A rounding to one of two neighbors, 2^-7 of it apart at most, has a deviation of half of that
-    # at most; six of the sum's, as every draw is independent.
+    # A rounding to one of two neighbors, at most 2^-7 of it apart, has at most half of that as its
+    # deviation. The bound is six deviations of the sum, since all draws are independent.
     deviation = 2.0**-8 * np.sqrt((kept**2).sum())
     assert abs(missing.sum()) < 6 * deviation
 
@@ -161,7 +161,7 @@ def test_what_is_missing_in_bfloat16_is_within_its_bound_and_cancels():
 def test_what_is_finite_after_the_decay_is_accumulated(policy):
     how = optax_ext.residual(decay=0.5)
     tx = optax_ext.topk_a(0.5, axis="w", residual=how, nonfinite=policy)
-    # Of the first step two entries wait, to which the second one adds.
+    # Two entries of the first step stay in the residual, and the second step adds to them.
     given = np.full((2, 1, 4), 3e38, np.float32)
     given[1] = 1e38
     found = run(tx, given)
@@ -204,13 +204,13 @@ def test_what_is_not_finite_goes_as_without_a_limit(policy):
 
 @pytest.mark.parametrize(("density", "rates"), [slow(0.5, 2.0), (0.05, 2.0), (0.025, 4.0)])
 def test_the_default_limit_is_a_tenth_of_the_wait(density, rates):
-    """An entry moves by so many rates, and by a quarter of what is beyond."""
+    """An entry moves by this many learning rates, and by 1/4 of the excess."""
     rate, size = 0.125, 40
     tx = optax_ext.sparse_adamw(rate, density=density, axis="w", weight_decay=0.0)
 
     def worker(zeros):
         state = tx.init(zeros)
-        # More than any limit waits at every entry, of this worker alone.
+        # This worker's residual exceeds any limit at every entry.
         return tx.update(zeros, state._replace(residual=state.residual + 100.0))[0]
 
     moved = sc.simulate(worker, axis="w", axis_size=1)(jnp.zeros((1, size)))
@@ -221,15 +221,15 @@ RATE = 1e-3
 
 
 def trained(gradients, density):
-    """Parameters and what the workers wait for in the mean, ``f64[steps, n]``, in rates."""
+    """Parameters and the mean residual, ``f64[steps, n]``, in learning rates."""
     tx = optax_ext.sparse_adamw(RATE, density=density, axis="w", weight_decay=0.0)
     found = run(tx, gradients.astype(np.float32))
     moved, waits = found.updates[:, 0].astype(np.float64), found.residuals.astype(np.float64)
     return moved.cumsum(0) / RATE, waits.mean(1) / RATE
 
 
-# A density, and for how many steps an entry waits for its turn then at most: half of the entries
-# are steady, and so large that they take most of the slots.
+# A density, and the most steps that an entry then waits for its turn: half of the entries are
+# steady, and so large that they take most of the slots.
 @pytest.mark.parametrize(("density", "wait"), [(0.05, 20), (0.02, 50)])
 @pytest.mark.one_in(2)
 def test_updates_of_one_sign_do_not_pile_up(density, wait):
@@ -242,14 +242,14 @@ def test_updates_of_one_sign_do_not_pile_up(density, wait):
     gradients[:, :, steady] = sign[:, None, None]
     params, waits = trained(gradients, density)
     gain = min(2.0, (workers / 2) ** 0.5)
-    # The steady half takes the slots, so that each of it is delivered every wait / 2 steps. Three
-    # times what arrives meanwhile may stay, and as much arrives before the next delivery.
+    # The steady half takes the slots, so each of its entries is delivered every wait / 2 steps.
+    # Three times the gradients of this period may stay, and as much arrives before the next one.
     bound = 4 * gain * wait / 2
     assert (np.abs(waits[:, steady]) <= bound).all()
     half = steps // 2
     moved = -params[half - 1, steady]
     assert (moved >= gain * half - bound).all()
-    # The parameters turn round within a wait or two, and not after as long as they went on.
+    # The parameters turn around within one or two waits, not after as long as they went on.
     turned = np.argmin(params[:, steady], axis=0)
     assert (turned <= half + 2 * wait).all()
 
@@ -258,7 +258,7 @@ def test_updates_of_one_sign_do_not_pile_up(density, wait):
 def test_noise_beside_many_steady_entries_moves():
     """An entry waits until its residual has grown to the size of theirs, which is bounded.
 
-    80 learning rates at most, as above: a walk of steps of 2 is there after some 1,600.
+    The bound is 80 learning rates, as above: a walk of steps of 2 reaches it after some 1,600.
     """
     gradients = np.random.default_rng(0).standard_normal((1_600, 8, 512))
     gradients[:, :, ::2] = 1.0

@@ -31,7 +31,7 @@ rounds = functools.partial(optax_ext.local_steps, optax.sgd(0.1), MEAN)
 
 
 def of_torchft(delay, mixing, steps=16):
-    """Two layers of one parameter, whose gradient is 2; what worker 0 has, and what is common."""
+    """Two layers of one parameter with gradient 2: worker 0's parameters and the common ones."""
     outer = optax.chain(optax_ext.dense(axis="w"), optax.sgd(2.0))
     tx = optax_ext.local_steps(
         *(optax.sgd(1.0), outer), every=6, fragments=2, delay=delay, mixing=mixing
@@ -45,7 +45,7 @@ def of_torchft(delay, mixing, steps=16):
 
 
 def test_fragments_in_turn_have_the_numbers_of_torchft():
-    """Its fixtures: test_fixtures/torchft.diloco_regression_test of torchft."""
+    """The numbers are from test_fixtures/torchft.diloco_regression_test of torchft."""
     first, second, *_ = of_torchft(0, 0.0)
     assert first[:10] == [1, -1, -3, -11, -13, -15, -17, -19, -21, -35]
     assert first[14:16] == [-45, -59]
@@ -114,7 +114,7 @@ def test_the_info_is_that_of_the_last_step():
 
 @pytest.mark.slow
 def test_a_share_of_what_an_exchange_leaves_is_applied_at_home():
-    """What was moved in this round is applied whole, and of the residual a P-th."""
+    """The moves of this round are applied in full, and 1/P of the residual."""
     given = normal((2, WORKERS, SIZE))
     tx = optax_ext.local_steps(optax.sgd(1.0), optax_ext.sparse_sgd(1.0, axis="w"), every=2)
 
@@ -133,13 +133,13 @@ def test_a_share_of_what_an_exchange_leaves_is_applied_at_home():
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.one_in(2)
 def test_nothing_is_lost_between_rounds_and_in_what_is_not_sent(dtype):
-    """The common parameters, residuals and what workers have moved add up to all local steps."""
+    """The common parameters, the residuals and the workers' moves add up to all local steps."""
     given = normal((8, WORKERS, SIZE)).astype(dtype)
     tx = optax_ext.published.sparse_loco(optax.sgd(1.0), density=0.1, axis="w", every=3, decay=1.0)
     found = run(tx, given)
     sparse = optax_ext.get_state(found.states)
     applied = found.updates[:, 0].astype(np.float64).cumsum(0)
-    # What is exchanged is a gradient, which goes down, and what is moved goes up.
+    # Exchanged gradients are subtracted, and moves are added.
     kept = found.states.moved[..., 0, :] - sparse.residual[..., 0, :].astype(np.float64)
     total = WORKERS * applied + kept.sum(1)
     np.testing.assert_allclose(total, -given.astype(np.float64).sum(1).cumsum(0), atol=2e-5)
@@ -211,7 +211,7 @@ def test_joined_leaves_are_one_sum_with_the_same_result():
         state = optax_ext.init_state(tx, PARAMS, mesh())
         step = optax_ext.make_train_step(loss_fn, tx, mesh())
         report = sc.traffic.of_traced(step.trace(PARAMS, state, batch_of()))
-        # Those of numbers aside, such as the loss.
+        # Apart from sums of single numbers, such as the loss.
         assert sum(row.words > 2 for row in report.collectives) == sums
         ended.append(train(tx, loss_fn, PARAMS, [batch_of()] * 2, mesh())[-1][0])
     same(*ended)
@@ -238,9 +238,7 @@ def test_what_rounds_can_not_be():
     twice = optax_ext.local_steps(optax.sgd(0.1), inside, every=2)
     refused("outer .* has every=4.*local_steps alone", run, twice, normal((1, 2, SIZE)))
     state = run(MEAN, normal((1, 2, SIZE))).states
-    refused(
-        "not that of optax_ext.local_steps", rounds(every=2).update, 0.0, state, error=TypeError
-    )
+    refused("state of optax_ext.local_steps", rounds(every=2).update, 0.0, state, error=TypeError)
 
 
 def test_gradients_at_the_common_parameters_are_warned_of():

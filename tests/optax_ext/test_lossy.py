@@ -1,4 +1,4 @@
-"""Lossy codecs whose rounding nobody keeps, or everybody: where it is kept, nothing is lost."""
+"""Lossy codecs without and with feedback of their rounding: with it, nothing is lost."""
 
 import functools
 
@@ -33,7 +33,7 @@ def regression(tx, rate, steps=300, size=400, rows=128):
 
 
 def ended(tx, rate=50.0):
-    """The loss at the end as a share of the first, over some steps, for it is noisy."""
+    """The loss at the end as a share of the first, averaged over steps because it is noisy."""
     losses = regression(tx, rate)
     return losses[-50:].mean() / losses[0]
 
@@ -56,7 +56,7 @@ def test_two_bits_converge_where_nobody_keeps_their_error():
 
 @pytest.mark.slow
 def test_the_residual_of_quantized_topk_is_what_was_not_selected():
-    """With the feedback it also has the rounding, and then nothing is lost."""
+    """With feedback it also includes the rounding error, and then nothing is lost."""
     gradients = np.random.default_rng(1).standard_t(3, (4, 600)).astype(np.float32)
     selector = sc.select.bucketed(density=0.1, bucket=512)
     chosen = selector.select(jnp.asarray(gradients[0]), selector.init(600))[0].indices

@@ -1,8 +1,8 @@
-"""PowerSGD and ACP-SGD: against NumPy, words, what is too large, and their state.
+"""PowerSGD and ACP-SGD: against NumPy, their words and states, and values that are too large.
 
-That nothing is lost, all agree and a skipped step changes nothing: test_contract.py; with any
-policy, decay, precision of the residual and wrapper: tests/fuzz; that a state is restored to the
-bit and moves to other workers: test_checkpoint.py and test_reshard.py.
+test_contract.py checks that nothing is lost, all agree and a skipped step changes nothing, and
+tests/fuzz does so with any policy, decay, precision of the residual and wrapper. test_checkpoint.py
+and test_reshard.py check that a state is restored to the bit and moves to other workers.
 """
 
 import dataclasses
@@ -73,7 +73,7 @@ def matrices(flat):
 
 
 def accumulated(found, given):
-    """``f64[steps, W, n]``: what each worker had before the exchange."""
+    """``f64[steps, W, n]``: each worker's accumulator before the exchange."""
     kept = found.residuals.astype(np.float64)
     new = flat({name: given[name] for name in MATRICES}, (STEPS, WORKERS))
     return np.concatenate([np.zeros_like(kept[:1]), kept[:-1]]) + new
@@ -83,7 +83,7 @@ ROWS, COLS = 24 + 20 + 18, 14 + 5 + 16
 
 
 def step_words(method, rows):
-    """Of one step, but for (P - 1) / P."""
+    """The words of one step, without the factor (P - 1) / P."""
     if method == "powersgd":
         return 2 * (RANK * (ROWS + COLS) + DENSE)
     return 2 * (RANK * (ROWS if rows else COLS) + DENSE)
@@ -112,7 +112,7 @@ def test_a_step_is_what_the_paper_says(method):
             np.testing.assert_allclose(got, expected, atol=rounding)
             residual = matrices(found.residuals[step])[name]
             np.testing.assert_allclose(residual, kept, atol=rounding)
-    # The others go dense.
+    # The others are exchanged densely.
     assert start.layout.dense == (True, False, False, True, False)
     for name in ("bias", "small"):
         expected = gradients()[name].mean(1)
@@ -250,7 +250,7 @@ def test_a_basis_is_orthonormal_whatever_the_columns(case):
         ({"rank": 0}, "rank must be an integer of at least 1, got 0"),
         ({"rank": 1.5}, "rank must be an integer"),
         ({"seed": -1}, "seed must be an integer of at least 0"),
-        ({"residual": optax_ext.residual(step_ahead=0.1)}, "Put the rate in front"),
+        ({"residual": optax_ext.residual(step_ahead=0.1)}, "the learning rate and its sign"),
         ({"rank": 7}, r"rank=7 makes no leaf.*params\['w'\], a matrix of 16 x 12,.*at most 6"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The same oracles and bits in every mapped function, and wherever specs place the same.
+"""The same oracles and bits in every mapped function, and for specs of the same placement.
 
 shard_map (check_vma on and off), pmap, vmap, a scan inside, one axis of workers or nodes; specs
 that say the same placement in other words, and axes along which nothing is split.
@@ -30,7 +30,7 @@ GIVEN = {
 
 
 def of_steps(step, state):
-    """The updates of all steps, and the residuals behind them."""
+    """The updates of all steps, and the residuals after them."""
     made = []
     for i in range(STEPS):
         updates, state = step(jax.tree.map(lambda g, i=i: g[i], GIVEN), state)
@@ -44,7 +44,7 @@ def on_devices(check_vma):
 
 
 def of_one(updates):
-    """The updates of the first worker, which are those of all."""
+    """The updates of the first worker, which all workers share."""
     assert all((leaf == leaf[:, :1]).all() for leaf in jax.tree.leaves(updates))
     return jax.tree.map(lambda x: x[:, 0], updates)
 
@@ -157,7 +157,7 @@ def test_on_a_mesh_a_hierarchy_does_what_it_does_in_simulation(check_vma):
 
 
 SHAPES = {"up": (6, 8), "down": (8, 4), "bias": (4,)}
-# Of "up" and "down"; those of one list place them in the same way wherever "one" has one device.
+# Specs of "up" and "down". All specs in a list place them in the same way if "one" is one device.
 SAME = {
     "whole": [
         (P(), P()),

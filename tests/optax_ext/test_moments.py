@@ -1,4 +1,4 @@
-"""Second moments by row and column, or by row: against NumPy, in steps of workers, in states."""
+"""Second moments by row and column, or by row: against NumPy, in steps and in states."""
 
 import functools
 
@@ -16,7 +16,7 @@ from tests.optax_ext.helpers import flat, mesh, normal, run, same, train
 
 LOCAL, FORMS = optax_ext.scale_by_local_adam, ("factors", "rows")
 B2, EPS = 0.9, 0.01
-# Of each shape its rows and columns: the axis along a row, and the one along a column.
+# For each shape, the axis along a row and the axis along a column.
 MATRICES = {
     (4, 6): (1, 0),
     (6, 4): (1, 0),
@@ -29,7 +29,7 @@ GIVEN = {str(shape): normal((5, 2, *shape), i) for i, shape in enumerate([*MATRI
 
 
 def scaled(moments, gradients, axes=None, b2=B2, eps=EPS):
-    """What comes out of each step, and the moments behind the last."""
+    """The updates of all steps, and the moments after the last one."""
     along, across = axes or ((), ())
     rows = columns = 0.0
     made = []
@@ -62,7 +62,7 @@ def test_each_form_is_what_it_says_of_all_shapes(moments):
 
 @pytest.mark.parametrize("moments", FORMS)
 def test_the_first_step_has_no_bias_and_what_has_no_gradient_does_not_move(moments):
-    """Of squares that are a product of rows and columns the factors are exact."""
+    """The factors are exact for squares that are a product of rows and columns."""
     rows, columns = np.array([1.0, 0.0, 3.0]), np.array([2.0, 0.5, 0.0, 1.0])
     g = np.outer(rows, columns if moments == "factors" else np.ones(4)).astype(np.float32)
     tx = LOCAL(eps=1e-8, moments=moments)
@@ -127,7 +127,7 @@ def test_sparse_adamw_of_all_entries_on_eight_devices(moments):
 @pytest.mark.parametrize("nonfinite", ["skip", "drop"])
 @pytest.mark.one_in(2)
 def test_what_is_no_gradient_is_in_no_moment(moments, nonfinite):
-    """Also what is finite, and its square is not."""
+    """This includes finite values whose squares are not finite."""
     given = TARGETS.copy()
     given[0, 1, 3], given[1, 2, 130], given[2, 3, 5] = np.nan, 1e25, -np.inf
     tx = SPARSE(moments=moments, nonfinite=nonfinite)

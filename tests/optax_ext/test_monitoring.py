@@ -1,4 +1,4 @@
-"""Watching a run: numbers, against NumPy and written where they should be, and a watchdog.
+"""Watching a run: its numbers, against NumPy and as they are written, and a watchdog.
 
 A missed deadline, or an error among several processes, ends the process with a message.
 """
@@ -24,7 +24,7 @@ OK_TOPK, TOPK_A = optax_ext.ok_topk(0.1, axis="w"), optax_ext.topk_a(0.1, axis="
 
 
 def outside(state):
-    """As outside of a mapped function: the workers' rows, and one of what all share."""
+    """As outside a mapped function: the workers' rows, and one copy of shared values."""
     specs = optax_ext.state_specs(jax.tree.map(lambda x: x[0], state))
     return jax.tree.map(
         lambda spec, x: x.reshape(-1, *x.shape[2:]) if len(spec) else x[0], specs, state
@@ -103,7 +103,7 @@ def test_metrics_are_those_of_numpy():
         np.testing.assert_allclose(values[name], value, rtol=1e-5, err_msg=name)
     assert 0 < values["delivered_share"] < 1
     assert set(values) >= {"local_threshold", "global_threshold", "threshold_drift", "xi"}
-    # Ok-Topk delivers k of the union, each from at least one worker; topk_a whatever is sent.
+    # Ok-Topk delivers k of the union, each from at least one worker; topk_a delivers all of it.
     some = found.state.info
     assert (some.arrived <= some.selected).all()
     assert (some.arrived.sum(1)[:, 0] >= some.delivered[:, 0]).all()
@@ -174,7 +174,7 @@ def an_hour_passes(*watchdogs):
         with watchdog._changed:
             watchdog._changed.notify_all()
 """
-# Of real time, long enough to be in the function that waits.
+# In real time, long enough to reach the function that waits.
 FIRST = """
 watchdog = optax_ext.contrib.Watchdog(seconds=0.1, first_seconds=2)
 with watchdog("step 0"):
@@ -196,7 +196,7 @@ with early("an early block"):
 with late("a late block", seconds=120):
     waits_for_ever(lambda: an_hour_passes(early, late))
 """
-# Two processes, of which this is one: what jax says where they are connected.
+# Two processes, of which this is the second: the numbers of jax if they are connected.
 SEVERAL = """
 jax.process_count, jax.process_index = lambda: 2, lambda: 1
 watchdog = optax_ext.contrib.Watchdog(seconds=60)
@@ -254,7 +254,7 @@ def test_a_single_process_gets_its_exception_and_close_ends_the_thread():
     watchdog = optax_ext.contrib.Watchdog(seconds=60)
     with pytest.raises(KeyError, match="mine"), watchdog("step 0"):
         raise KeyError("mine")
-    # Disarmed, so another block is possible, but none inside of it.
+    # Disarmed, so another block is possible, but no block inside it.
     with watchdog("outer"):
         with pytest.raises(RuntimeError, match="'inner' is inside 'outer'"), watchdog("inner"):
             pass

@@ -1,4 +1,4 @@
-"""Accumulation or a delay in front of an allreduce, and the wrappers that can't be there."""
+"""Accumulation or a delay before an allreduce, and the wrappers that can't be used there."""
 
 import functools
 
@@ -36,7 +36,7 @@ def trained(tx, workers, batches, params=PARAMS, state=None):
 
 
 def accumulated(state, workers):
-    """The sum over workers and mini-steps of what waits, flat."""
+    """The sum of the accumulated gradients over workers and mini-steps, flat."""
     wait = jax.tree.map(
         lambda x, p: np.asarray(x).reshape(workers, *p.shape).sum(0), state.acc_grads, PARAMS
     )
@@ -111,7 +111,7 @@ AROUND = {
 @pytest.mark.parametrize("name", AROUND)
 @pytest.mark.parametrize("inside", [reduce(), optax_ext.dense(axis="data")])
 def test_a_wrapper_that_must_not_be_around(name, inside):
-    around, message = AROUND[name](inside), "is around the allreduce.*Put it behind"
+    around, message = AROUND[name](inside), "is around the allreduce.*Put it after"
     beside = optax.apply_if_finite(optax.chain(optax.clip(1.0), around), 1)
     of_name = f"optax.{name} is around .*optax.{name}\\(optimizer"
     for text, tx in ((message, around), (message, beside), (of_name, optaxs(around, 2))):
@@ -161,7 +161,7 @@ def test_a_delay_is_the_training_on_gradients_of_the_step_before(name):
     given, tx = normal((5, 4, 60)), optax.chain(REDUCING[name], optax.adam(0.1))
     late, state = trajectory(optax_ext.delayed(tx), given)
     expected, _ = trajectory(tx, np.concatenate([np.zeros_like(given[:1]), given[:-1]]))
-    # To rounding: of two programs, in which Adam's step may be put together in other ways.
+    # Equal up to rounding: the two programs may fuse Adam's step in different ways.
     np.testing.assert_allclose(late, expected, atol=1e-6)
     # The last gradient waits; a step with zeros delivers it.
     np.testing.assert_array_equal(np.asarray(state.acc_grads).reshape(4, 60), given[-1])

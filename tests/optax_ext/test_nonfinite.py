@@ -1,8 +1,8 @@
-"""What is not finite, by policy: a gradient, or a sum over the workers.
+"""Gradients and sums over the workers that are not finite, by policy.
 
-Each cell of the table in the docstring of ``sparse_allreduce``. That a skipped step changes
-nothing is held for every transformation by test_contract.py, and what gradients that are too large
-beside those of others do by test_largest_gradients.py.
+Each cell of the table in the docstring of ``sparse_allreduce`` has a test. test_contract.py checks
+for every transformation that a skipped step changes nothing, and test_largest_gradients.py covers
+gradients that are too large next to the gradients of other workers.
 """
 
 import functools
@@ -45,7 +45,7 @@ def summing(density, allreduce=None, **options):
 
 @pytest.mark.slow
 def test_dropped_entries_do_not_stay_in_a_velocity_or_an_average():
-    """It would be NaN for good."""
+    """Otherwise it would stay NaN."""
     drop = functools.partial(optax_ext.topk_a, 0.1, axis="w", nonfinite="drop")
     momentum = optax_ext.momentum_correction(0.9, masking=False)
     velocities = run(drop(correction=momentum), spoiled()).state.velocity
@@ -72,7 +72,7 @@ def test_propagate_hands_on_what_is_not_finite(make):
     assert found.last.skipped.tolist() == [0] * WORKERS
     # It was delivered, so it is in no residual.
     assert np.isfinite(found.residuals).all()
-    # And so with a sum that overflows.
+    # The same holds for a sum that overflows.
     found = run(summing(0.25, nonfinite="propagate"), LARGE_SUMS[:1])
     assert np.isinf(found.updates[0, :, 3]).all()
     assert not found.residuals.any()
@@ -107,7 +107,7 @@ def test_the_sum_of_gradient_and_residual(policy):
         assert not updates[1].any()
         np.testing.assert_array_equal(residuals[1], residuals[0])
     if policy == "drop":
-        # The increment is left out, and what was there is sent.
+        # The increment is left out, and the old residual is sent.
         np.testing.assert_array_equal(updates[1], [[0, 0, np.float32(1e38) / 2, 0]] * 2)
 
 
@@ -118,7 +118,7 @@ LARGE_SUMS[1, :, 6] = 2.0
 LARGE_SUMS[2, :, 3] = -2e38
 
 
-# Whether the allreduce keeps its sums in range by itself or not.
+# Some of the allreduces keep their sums in range, and some do not.
 @pytest.mark.parametrize(
     ("policy", "exchange"),
     [
@@ -153,7 +153,7 @@ def test_a_sum_that_overflows_stays_with_the_workers(policy, exchange):
 @pytest.mark.parametrize("large", [2.0**62, 2.0**63, -(2.0**64), 1e38, np.nan])
 @pytest.mark.one_in(3)
 def test_a_gradient_whose_square_would_overflow_is_not_accumulated(make, large):
-    """It is looked at instead of what an optimizer makes of it, which is finite and means nothing.
+    """The gradient is checked, not the optimizer's step, which is finite and meaningless.
 
     The second moment of an entry that was once infinite would stop that entry for good.
     """
@@ -179,12 +179,12 @@ def test_a_gradient_whose_square_would_overflow_is_dropped():
     [
         (optax_ext.sparse_adamw, np.nan),
         (optax_ext.sparse_adamw, np.inf),
-        (optax_ext.sparse_sgd, 1e35),  # Of a gradient of 1e4 it would make what is infinite.
+        (optax_ext.sparse_sgd, 1e35),  # A gradient of 1e4 would have an infinite increment.
     ],
 )
 @pytest.mark.one_in(3)
 def test_a_rate_with_which_an_increment_might_overflow_takes_no_step(make, rate):
-    """No gradient shows it: what would be made of the largest does."""
+    """The gradients do not show it; the increment of the largest possible gradient does."""
     tx = make(lambda count: jnp.where(count == 2, rate, 0.1), axis="w", weight_decay=0.0)
     found = run(tx, normal((STEPS, WORKERS, SIZE)))
     # A schedule counts the steps that were taken.
@@ -201,7 +201,7 @@ def test_a_rate_with_which_an_increment_might_overflow_takes_no_step(make, rate)
     ],
 )
 def test_a_dense_sum_that_overflows_is_left_out_and_counted(where, policy):
-    """Nothing keeps what goes dense, so that it cannot wait."""
+    """Dense leaves have no residual, so their sum cannot wait."""
     given = np.zeros((2, 2, 6), np.float32)
     given[0, :, 1], given[0, :, 4] = LARGE, (1.0, 2.0)
     given[1] = 1.0
@@ -223,7 +223,7 @@ def test_a_dense_sum_that_overflows_is_left_out_and_counted(where, policy):
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_float16_leaf_whose_residual_grows_beyond_it(policy):
-    """Of 16 equal entries one is sent at each step, so that the last has waited for 15."""
+    """One of 16 equal entries is sent at each step, so the last one waits for 15 steps."""
     given = np.full((20, 2, 16), 2e4, np.float16)
     found = run(optax_ext.ok_topk(1 / 16, axis="w", nonfinite=policy), given)
     updates, withheld = found.updates, found.last.withheld.tolist()
@@ -235,7 +235,7 @@ def test_a_float16_leaf_whose_residual_grows_beyond_it(policy):
         assert withheld == [0, 0]
         return
     assert updates.max() == np.finfo(np.float16).max
-    # Integers, of which nothing is rounded.
+    # They are integers, which are not rounded.
     applied = 2 * updates[:, 0].astype(np.float64).cumsum(0)
     kept = found.residuals.astype(np.float64).sum(1)
     np.testing.assert_array_equal(applied + kept, given.astype(np.float64).sum(1).cumsum(0))

@@ -1,4 +1,4 @@
-"""Ok-Topk as it is published: Algorithms 1 and 2 over many steps, with tau and tau'."""
+"""Ok-Topk as published: Algorithms 1 and 2 over many steps, with tau and tau'."""
 
 import functools
 
@@ -20,7 +20,7 @@ TAU, TAU_PRIME = 6, 4
 
 
 def gradients(workers=WORKERS):
-    """Multiples of 2**-10 that grow and shrink, late in one place most: their sums are exact."""
+    """Multiples of 2**-10 with exact sums; they grow and shrink, later mostly in one place."""
     rng = np.random.default_rng(0)
     shape = (STEPS, workers, SIZE)
     x = rng.standard_t(3, shape) * (1 + np.sin(np.arange(STEPS)))[:, None, None]
@@ -37,7 +37,7 @@ def steps_of(workers=WORKERS, paper=True, **options):
 
 
 def agreed_words(t, workers):
-    """What is told besides entries: the boundaries, and three counts of each worker."""
+    """Words besides the entries: the boundaries, and three counts of each worker."""
     boundaries = _dispatch.words_of_all_reduce(2 * (workers - 1), workers) * (t % TAU == 0)
     return boundaries + _dispatch.words_of_all_gather(3, workers)
 
@@ -60,24 +60,24 @@ def test_every_step_is_that_of_the_paper(workers, paper):
         np.testing.assert_allclose(info.useful[t, :, 0], words, rtol=1e-6)
         steps.append(step)
     assert not info.overflow.any()
-    # In between the counts are not k.
+    # In between, the counts differ from k.
     whole = [step.delivered for step in steps]
     assert set(np.ravel([step.selected for step in steps[::TAU_PRIME]])) == {K}
     assert set(whole[::TAU_PRIME]) == {K}
     assert max(whole) > 1.5 * K
     assert min(whole) < 0.75 * K
-    # With four workers none can have over four times the mean.
+    # With four workers, no worker can have over four times the mean.
     assert any(step.held != step.owned for step in steps) == (workers > 4)
-    # The regions are cut anew every tau steps and at no other.
+    # The regions are cut again every tau steps, and at no other step.
     boundaries = boundaries[:, 0]
     changes = [t for t in range(1, STEPS) if (boundaries[t] != boundaries[t - 1]).any()]
     assert changes == list(range(TAU, STEPS, TAU))
 
 
-# Of 8 workers: one has all, two have, one has just four times the mean and one more than that.
+# 8 workers: one has all, two have all, one has just four times the mean, and one more than that.
 OWNED = [[32, *[0] * 7], [0, 0, 0, 20, 12, 0, 0, 0], [16, 16, *[0] * 6], [17, 15, *[0] * 6]]
 OWNED += [[0] * 7 + [3], [0] * 8, [4] * 8]
-# More than the paper's mean allows, more than have a slot each, and more than have one in all.
+# More than the paper's mean allows, more than a worker's slots, and more than all slots.
 CROWDED = [[32, 32, 16, 16, 8, 8, 8, 8], [17, 16, 16, 16, 15, 16, 16, 16], [32] * 8]
 
 
@@ -111,7 +111,7 @@ def test_after_the_gate_each_worker_has_its_share_of_what_there_is(owned):
     values = np.where(large, 2 + indices / 1024, 0.25).astype(np.float32).reshape(8, 32)
     indices = indices.reshape(8, 32).astype(np.int32)
     slots, total, kept = map(np.asarray, published_reduce()(indices, values))
-    # A row of the slots of the allgather for each worker, the same on all.
+    # One row of the allgather's slots for each worker, the same on all.
     held = (slots[0].reshape(8, -1) < 640).sum(1).tolist()
     assert held == ([16] * 8 if owned in CROWDED else balanced(owned)[0])
     everything = np.zeros(640)
@@ -134,7 +134,7 @@ def test_algorithm_2_has_one_period_and_one_room_for_both_halves(paper, servo):
 def test_algorithm_2_has_the_rate_of_each_step_inside_the_accumulation(paper):
     rate = optax.piecewise_constant_schedule(0.5, {3: 0.5})
     tx = optax_ext.ok_topk_sgd(rate, density=DENSITY, axis="w", paper=paper)
-    # Small after the first ones, as there is room for four times k.
+    # The overflow is small after the first steps, as there is room for four times k.
     given = gradients()[:6] * np.float32([1, 0.5, 0.5, 0.5, 0.5, 0.5])[:, None, None]
 
     found = run(tx, given)

@@ -16,7 +16,7 @@ from tests.optax_ext.helpers import mesh, normal, programs_of
 
 pytestmark = pytest.mark.usefixtures("default_promotion")
 WORKERS, STEPS = 8, 4
-# Of programs that go on from others of their page.
+# Modules for programs that continue earlier programs of their page.
 MODULES = {"jax": jax, "optax": optax, "optax_ext": optax_ext}
 # Dropout, a TrainState on a mesh and one of pmap, an nnx.Optimizer; then programs of their own.
 DROPOUT, ON_MESH, IN_PMAP, OF_NNX, *RECIPES = programs_of("works_with")
@@ -64,7 +64,7 @@ def test_loops_of_other_libraries_train_alike(name):
 
 @pytest.fixture(scope="module")
 def names():
-    """What the other programs leave behind, after 30 batches of a linear problem."""
+    """The variables of the other programs after 30 batches of a linear problem."""
     target = normal((6, 2), 30)
     inputs = [normal((64, 6), seed) for seed in range(30)]
     found = {"mesh": mesh(WORKERS), "batches": [(x, x @ target) for x in inputs]}
@@ -82,16 +82,16 @@ def test_nnx_trains_and_keeps_the_statistics(names):
     x, y = (np.concatenate(parts) for parts in zip(*batches, strict=True))
     before, after = (float(jnp.mean((model(x) - y) ** 2)) for model in (fresh, trained))
     assert after < 0.8 * before
-    # The mean over the workers of what each saw of its examples is what one would see of all.
+    # The mean of the workers' statistics is the statistics of all examples.
     hidden = trained.hidden(x)
     np.testing.assert_allclose(trained.norm.mean[...], hidden.mean(0), atol=0.3)
     assert float(jnp.abs(trained.norm.mean[...]).max()) > 0
-    # Evaluation has neither dropout nor statistics of the batch: rows do not depend on one another.
+    # Evaluation uses neither dropout nor batch statistics: rows are independent of one another.
     np.testing.assert_allclose(trained(x)[:3], trained(x[:3]), rtol=1e-4, atol=1e-5)
 
 
 def test_nnx_drops_out_otherwise_on_each_worker(names):
-    """In a first step nothing waits, so its loss is the mean of the losses with eight masks."""
+    """The residual is 0 in a first step, so its loss is the mean of the losses with eight masks."""
     nnx, tx = names["nnx"], names["nnx_tx"]
     _, params, stats = nnx.split(names["Model"](nnx.Rngs(1)), nnx.Param, nnx.BatchStat)
     x, y = (part[:8] for part in names["batches"][0])
@@ -122,7 +122,7 @@ def test_float16_takes_half_the_words(names):
 
 
 def names_after(programs, **names):
-    """What the programs make of these names."""
+    """The variables after the programs have run with these names."""
     for program in programs:
         exec(program, names)
     return names
@@ -153,7 +153,7 @@ def test_low_rank():
 
 @pytest.mark.slow
 def test_troubleshooting():
-    # The last one leaves arguments out.
+    # The last program leaves arguments out.
     *programs, strict, _ = programs_of("troubleshooting")
     params, on = {"w": jnp.ones((20,))}, mesh(WORKERS)
     start = optax.chain(optax_ext.topk_a(0.1, axis="data"), optax.sgd(0.1))

@@ -1,4 +1,4 @@
-"""What one worker computes for all: a function of each leaf, and the norms of LARS and LAMB."""
+"""Work that is split over the workers: a function of each leaf, and the norms of LARS and LAMB."""
 
 import functools
 
@@ -33,13 +33,13 @@ def over_all(fn, workers=8, check_vma=True, out_specs=None):
 
 
 def of_worker_zero(result):
-    """Which is that of all."""
+    """The result of worker 0, which all workers share."""
     assert all((np.asarray(x) == np.asarray(x)[:1]).all() for x in jax.tree.leaves(result))
     return jax.tree.map(lambda x: x[0], result)
 
 
 def statistics(leaf, other):
-    """Of several shapes and dtypes."""
+    """Statistics of several shapes and dtypes."""
     return {
         "norm": jnp.linalg.norm(leaf),
         "dot": jnp.vdot(leaf, other),
@@ -68,7 +68,7 @@ def test_each_worker_computes_its_own_and_one_message_follows():
     program = over_all(largest, 4).trace(tree())
     assert program.lower().as_text().count("stablehlo.case") == 1
     assert program.lower().as_text().count("stablehlo.all_reduce") == 1
-    # A number of each, and nothing for the leaves themselves.
+    # One number of each leaf, and nothing for the leaves themselves.
     assert sc.traffic.of_traced(program).words == pytest.approx(2 * len(SHAPES) * 3 / 4)
 
 

@@ -1,4 +1,4 @@
-"""Another number of workers: nothing of residuals and velocities is lost, and the rest goes on."""
+"""Another number of workers loses nothing of residuals and velocities, and keeps the rest."""
 
 import math
 
@@ -34,7 +34,7 @@ CASES = {
         sc.allreduce.published.gtopk(density=0.1),
     ),
     "velocity": selecting(correction=CORRECTION),
-    # Counts and averages are those of an old worker, and no sums as the residuals are.
+    # Counts and averages come from one old worker; they are not summed as the residuals are.
     "local": selecting(local=optax.scale_by_schedule(lambda count: 0.5)),
 }
 
@@ -61,7 +61,7 @@ def column_sums(rows):
 
 
 def sums(state):
-    """Of residuals and velocities, exact and rounded once."""
+    """The exact sums of residuals and velocities, rounded once."""
     rows = [state.residual, *([state.velocity] if np.size(state.velocity) else [])]
     return np.stack([column_sums(x) for x in rows])
 
@@ -73,7 +73,7 @@ def test_eight_to_three_to_five_to_eight_keeps_the_sums_to_the_last_bit(name):
     state, step = after_steps(tx, 8, 3)
     before, local, adam = sums(state), state.local, optax.adam(1e-3).init(PARAMS)
     for workers in (3, 5, 8):
-        # What is behind it in a chain is as it was.
+        # The rest of a chain is unchanged.
         chain = optax.chain(tx, optax.adam(1e-3))
         state, rest = optax_ext.reshard((state, adam), fresh(chain, workers))
         same(rest, adam)
@@ -84,7 +84,7 @@ def test_eight_to_three_to_five_to_eight_keeps_the_sums_to_the_last_bit(name):
         assert local.count.tolist() == state.local.count.tolist() == [3] * 8
         assert state.local.count.sharding.spec == P("w")
         return
-    # The training goes on: one more step loses nothing either.
+    # The training continues: one more step loses nothing either.
     gradient = gradients(8, 9)
     total, after = step(gradient, state)
     acc = before[0] + flat(gradient, (8,)).sum(0)
@@ -93,7 +93,7 @@ def test_eight_to_three_to_five_to_eight_keeps_the_sums_to_the_last_bit(name):
         acc += 0.9 * before[1]
     np.testing.assert_allclose(8 * flat(total) + sums(after)[0], acc, atol=1e-5)
     assert int(after.count) == 4
-    # Each worker selects what it was asked for: no threshold was left over.
+    # Each worker selects its k entries: no old threshold is left.
     assert (np.asarray(after.info.selected) <= 30).all()
     assert (np.asarray(after.info.overflow) <= 19).all()
 
@@ -186,7 +186,7 @@ def test_a_sum_that_is_too_large_for_one_worker_goes_to_several():
     three = np.asarray(resharded(rows, 3))
     expected = [3 * float(largest), -3 * float(largest)]
     np.testing.assert_array_equal(column_sums(three[:, :2]), expected)
-    # What no float32 holds is infinite, and not a part of it.
+    # A sum beyond the range of float32 becomes infinite, not a part of it.
     assert np.isinf(three[:, 2].sum(dtype=np.float64))
     np.testing.assert_array_equal(resharded(rows, 1), [[np.inf, -np.inf, np.inf]])
 
@@ -250,7 +250,7 @@ def test_nodes_keep_the_sums_of_residual_and_velocity(outer):
 
 
 def test_how_many_shards_there_are_is_seen_by_their_place():
-    """Three entries in shards of one, for nodes of four: those of eight would look the same."""
+    """Three entries in shards of one, for nodes of four: nodes of eight would look the same."""
     params = jnp.zeros(3)
     state = of_nodes(2, 4, stateless(), params)
     assert state.residual.shape == (8, 1)

@@ -51,7 +51,7 @@ def trained(tx, given, **options):
 
 
 def test_where_all_is_sent_it_is_the_average_of_local_steps():
-    """Local SGD: every worker goes on by itself, and from the mean of all at each exchange."""
+    """Local SGD: every worker trains alone, and continues from the mean at each exchange."""
     given, rate = targets(8), 0.1
     tx = optax_ext.sparse_sgd(
         rate, density=1.0, every=4, axis="data", allreduce=sc.allreduce.dense()
@@ -71,7 +71,7 @@ def test_where_all_is_sent_it_is_the_average_of_local_steps():
 
 
 def test_sparse_adamw_in_rounds_is_what_it_says():
-    """All of it in NumPy: local steps of Adam, what is sent, its limit, the decay."""
+    """All of it in NumPy: local steps of Adam, the sent entries, their limit, the decay."""
     eps, rate, workers, k = 0.5, 0.05, 4, 4
     given = targets(7)
     tx = optax_ext.sparse_adamw(
@@ -127,7 +127,7 @@ def test_the_words_are_those_of_the_exchange_in_its_step_alone():
     ).expected.words
     assert found.words[:, 0].tolist() == [0, 0, formula, 0, 0, formula, 0]
     assert found.selected[:, 0, 0].tolist() == [0, 0, 4, 0, 0, 4, 0]
-    # The threshold is that of the last exchange, and drifts from one to the next.
+    # The threshold is from the last exchange, and drifts from one to the next.
     thresholds = found.local_threshold[:, 0, 0]
     assert thresholds[2] == thresholds[3] == thresholds[4] != thresholds[5]
     assert (found.threshold_drift[:, 0, 0] != 0).tolist() == [False] * 5 + [True, False]
@@ -173,7 +173,7 @@ def test_nothing_is_lost_in_nodes():
 @pytest.mark.parametrize("policy", ["skip", slow("drop"), slow("raise"), "propagate"])
 @pytest.mark.one_in(2)
 def test_a_worker_leaves_out_its_own_step_and_nobody_waits(step, policy):
-    """What it had waits or is sent, as if its gradient had been zero, or of an entry."""
+    """Its residual waits or is sent as if its gradient, or one entry of it, had been zero."""
     given = normal((6, WORKERS, SIZE))
     bad = given.copy()
     bad[step, 1, 7] = np.nan
@@ -235,7 +235,7 @@ def test_the_residual_decays_once_in_a_round():
     )
     found = run(tx, given)
     assert found.residuals[0].tolist() == (-given[0]).tolist()
-    # Of what is halved each worker sends its largest.
+    # The residuals are halved, and each worker sends its largest entry.
     assert found.updates[1, 0].tolist() == [-1.0, 0.0, -2.0, 0.0]
     assert found.residuals[1].tolist() == [[0.0, -0.5, 0.0, 0.0], [-1.0, 0.0, 0.0, 0.0]]
 
@@ -260,7 +260,7 @@ def test_a_round_goes_on_from_a_checkpoint_and_with_other_workers():
     for target in given[2:]:
         saved = step(*saved[:2], target)
     same(saved[:2], whole[:2])
-    # Two workers take over what the four have done since the last exchange.
+    # Two workers take over the steps of four since the last exchange.
     state = state._replace(missed=jnp.array([1, 0, 2, 0], jnp.int32))
     fewer = optax_ext.reshard(state, optax_ext.init_state(tx, params, mesh(2)))
     assert fewer.missed.tolist() == [3, 0]

@@ -80,7 +80,7 @@ def test_every_mapped_function_has_the_same_bits(loop):
 @pytest.mark.slow
 @pytest.mark.parametrize("manual", [True, False])
 def test_sharded_parameters_have_the_bits_of_their_parts(manual):
-    """Devices of a worker leave out a step together; between workers nobody asks."""
+    """The devices of a worker leave out a step together; the workers do not agree on it."""
     on = mesh((2, 4), ("data", "model"))
     given = shards.gradients_of(2, steps=5)
     given["columns"][1, 1, 2, 3] = np.nan

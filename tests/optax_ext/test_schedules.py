@@ -1,6 +1,6 @@
 """Steps that are dense, and densities that change: in the same program, by a schedule.
 
-That nothing is lost meanwhile is held by test_contract.py.
+test_contract.py checks that nothing is lost meanwhile.
 """
 
 import functools
@@ -28,7 +28,7 @@ def topk_a(density, schedule, **options):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["topk_a", "ok_topk", "hitopk"])
 def test_dense_steps_are_the_mean_and_keep_nothing(kind):
-    """Those at last, as in MSTopK's run for DAWNBench, deliver what waits, too."""
+    """Dense steps at the end, as in MSTopK's run for DAWNBench, also deliver the residual."""
     given, axis = GIVEN, "w"
     make = getattr(optax_ext, kind, None)
     if kind == "hitopk":
@@ -86,7 +86,7 @@ def test_the_traffic_of_a_step_with_dense_steps():
     assert sparse == 2 * 4 * (workers - 1)
     assert words(given=both) == dense
     assert words(given=both, conditional="best") == sparse
-    # By the name of a scope around the update: the share of sparse and of dense steps.
+    # The name of a scope around the update gives the shares of sparse and dense steps.
     share = dense_steps / steps
     mean = words("warmup", both, frequencies={"warmup": (1 - share, share)})
     np.testing.assert_allclose(mean, (1 - share) * sparse + share * dense)
@@ -95,7 +95,7 @@ def test_the_traffic_of_a_step_with_dense_steps():
 @pytest.mark.slow
 @pytest.mark.parametrize("bad_step", [None, 3])
 def test_as_many_as_the_schedule_says_and_steps_that_select_nothing_do_not_count(bad_step):
-    """Dense ones to begin with, and skipped ones: the schedule begins, or goes on, behind them."""
+    """The schedule begins after the dense steps, and goes on after a skipped one."""
     given, counts = GIVEN.copy(), [0, 0, 20, 8, 2, 2]
     if bad_step is not None:
         given[bad_step, 1, 7] = np.nan
@@ -115,7 +115,7 @@ def test_a_schedule_out_of_range_is_clipped_and_counted_and_a_strict_one_in_rang
     found = run(tx, GIVEN)
     assert found.state.info.selected[:, 0, 0].tolist() == [4, 4, 2, 1, 1, 4]
     assert found.last.selector.clipped.tolist() == [[3]] * WORKERS
-    # Counted alike by all workers, and so once.
+    # All workers count the same, so it is counted once.
     assert float(optax_ext.metrics(found.last)["clipped"]) == 3
 
     def falling(count):
@@ -165,7 +165,7 @@ def test_the_schedules_that_are_there():
     assert np.allclose([dgc(t) for t in (0, 5, 10, 15, 99)], [0.25, 0.0625, 0.015625, 0.004, 0.001])
     assert np.allclose([falling(t) for t in range(4)], [0.4, 0.2, 0.1, 0.1])
     for schedule in (STAGED, RISING):
-        # Checked already: nothing is left to do in a step.
+        # It is checked already, so a step has nothing left to check.
         assert strict_density(schedule, 0.25) is schedule
 
 
@@ -185,7 +185,7 @@ def test_a_checkpoint_says_which_schedule_it_was():
 
 @pytest.mark.slow
 def test_selectors_by_layer_get_the_layout_of_the_parameters():
-    """Gradients of one layer are far larger than the others': the whole leaves small ones out."""
+    """One layer has far larger gradients than the others: a global top-k leaves these out."""
     shapes = {"b": (9,), "e": (12, 6), "k": (20, 9)}
     given = {name: normal((1, 2, *s)) * (1000 if name == "e" else 1) for name, s in shapes.items()}
 

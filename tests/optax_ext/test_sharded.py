@@ -18,7 +18,7 @@ NAMES = ("data", "model")
 MESH = mesh((2, 4), NAMES)
 TOPK = sc.select.topk(density=0.1)
 topk_a = functools.partial(optax_ext.topk_a, 0.1, axis="data")
-# Labels of whole leaves, where parts are smaller.
+# Labels by whole leaves; their parts are smaller.
 FEW = ("odd", "scalar", "vector")
 LABELS = {leaf: "dense" if leaf in FEW else "sparse" for leaf in shards.SHAPES}
 ADTOPK = sc.select.published.adtopk(density=0.1)
@@ -34,7 +34,7 @@ TRANSFORMATIONS = {
     "powersgd": optax_ext.powersgd(rank=1, axis="data"),
 }
 MANUAL = ("momentum", "dense leaves", "dense steps", "powersgd")
-# Both ways with the simplest exchange and with Ok-Topk; others in one of them.
+# Both ways for the simplest exchange and Ok-Topk; one way for the others.
 WAYS = [
     (name, manual)
     for name in TRANSFORMATIONS
@@ -52,7 +52,7 @@ def has_the_bits_of_its_parts(tx, mesh, gradients, conserves=True, **options):
             np.testing.assert_array_equal(made[leaf], value, leaf)
     found = np.asarray(state.residual).reshape(residuals.shape)
     np.testing.assert_array_equal(found, residuals)
-    # No device drifts, and what waits is found again outside.
+    # No device drifts, and the residual is found again outside.
     shards.same_on_devices(state)
     params = jax.tree.map(lambda g: g[0, 0], gradients)
     waiting, empty = optax_ext.consolidate(params, state)
@@ -67,7 +67,7 @@ def has_the_bits_of_its_parts(tx, mesh, gradients, conserves=True, **options):
 @pytest.mark.parametrize(("name", "manual"), [x if x in QUICK else slow(*x) for x in WAYS])
 @pytest.mark.one_in(2)
 def test_it_has_the_bits_of_unsharded_runs_of_the_same_parts(name, manual):
-    # What is accumulated are velocities, with a correction.
+    # With a correction, velocities are accumulated.
     tx, plain = TRANSFORMATIONS[name], name != "momentum"
     has_the_bits_of_its_parts(tx, MESH, shards.gradients_of(2, steps=4), plain, manual=manual)
 
@@ -119,7 +119,7 @@ def test_a_worker_looks_ahead_with_all_of_its_devices():
     mapped = on_mesh(look, MESH, given, PartitionSpec("data"), axis_names={"data"})
     seen = mapped(params, state)
     for worker in range(2):
-        # Its residual alone, as that of both workers.
+        # Its residual alone, as the residual of both workers.
         rows = np.asarray(state.residual).reshape(2, 4, -1)[[worker] * 2].reshape(8, -1)
         alone = state._replace(residual=jnp.asarray(rows))
         waiting, _ = optax_ext.consolidate(params, alone)
@@ -129,7 +129,7 @@ def test_a_worker_looks_ahead_with_all_of_its_devices():
 
 
 def test_a_local_transformation_sees_whole_leaves():
-    """By its norm of all entries, which no device has."""
+    """It uses the norm of all entries, which no device holds."""
     tx = topk_a(local=optax.clip_by_global_norm(1.0))
     gradients = shards.gradients_of(2, steps=1)
     updates, state = shards.run(tx, MESH, gradients, manual=False)
@@ -170,7 +170,7 @@ FSDP = {"up": PartitionSpec("model"), "down": PartitionSpec("model"), "bias": Pa
 @pytest.mark.one_in(2)
 def test_at_density_one_it_trains_like_the_dense_one_and_stays_where_it_was(specs, check_vma):
     every = optax_ext.topk_a(1.0, axis="data")
-    # A norm of all entries behind the exchange, and moments of each.
+    # A norm of all entries after the exchange, and moments of each entry.
     tail = (optax.clip_by_global_norm(0.5), optax.adam(0.05))
     found = trained(optax.chain(every, *tail), MESH, specs, check_vma=check_vma)
     dense = trained(optax.chain(optax_ext.dense(axis="data"), *tail), MESH, specs)
@@ -186,7 +186,7 @@ def test_at_density_one_it_trains_like_the_dense_one_and_stays_where_it_was(spec
 
 
 BUCKETED, ADAM = optax_ext.bucketed(optax_ext.topk_a(0.2, axis="data"), 2), optax.adam(0.05)
-# That of multi_steps is in test_works_with.py.
+# multi_steps is tested in test_works_with.py.
 TRAINED = {
     "sparse_adamw": optax_ext.sparse_adamw(0.05, density=0.2, axis="data"),
     "factors": optax_ext.sparse_adamw(0.05, density=0.2, axis="data", moments="factors"),
@@ -206,7 +206,7 @@ def test_optimizers_and_wrappers_train(name):
 
 @pytest.mark.slow
 def test_axes_that_are_explicit():
-    """As jax.make_mesh makes them by default."""
+    """The default of jax.make_mesh."""
     tx = optax.chain(topk_a(), optax.sgd(0.1))
     for sizes, specs in (((2, 2), TENSOR), ((2, 1), {})):
         kinds = AxisType.Explicit, AxisType.Auto

@@ -1,4 +1,4 @@
-"""What a step with sharded parameters holds and sends, read from its program."""
+"""The memory and messages of a step with sharded parameters, read from its program."""
 
 import collections
 import math
@@ -57,7 +57,7 @@ def compiled(tx, layout, mesh):
 @pytest.mark.parametrize("layout", ["tensor", slow("fsdp")])
 @pytest.mark.slow
 def test_no_device_holds_what_the_others_have(layout):
-    """Of what is as large as the parameters, or their part of a residual, each has its share."""
+    """Each device has its share of every array as large as the parameters or the residual."""
     mesh = shards.mesh_of((2, 4))
     state, program, params = compiled(SPARSE["ok_topk"](), layout, mesh)
     assert max(leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(state)) <= N // 4
@@ -67,7 +67,7 @@ def test_no_device_holds_what_the_others_have(layout):
     def gradient(state, params):
         return optax_ext.consolidate(params, state)[0]
 
-    # And what waits is put together by parts.
+    # The residual is also consolidated by parts.
     program = jax.jit(gradient).lower(state, params).compile().as_text()
     assert max(map(math.prod, shards.shapes_in(program[program.index("ENTRY") :]))) <= N // 4
     assert all(x.axes == ("data",) for x in collectives_of(program, mesh))
@@ -84,14 +84,14 @@ _MESH = re.compile(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?\)?)\))? 
 
 
 class Collective(NamedTuple):
-    """The axes along which devices that speak differ, and the entries of the largest result."""
+    """The axes over which it communicates, and the number of entries of its largest result."""
 
     axes: tuple[str, ...]
     entries: int
 
 
 def collectives_of(text, mesh):
-    """All of them, in the order of the text; the devices of ``mesh`` are numbered in its order."""
+    """All collectives in the order of the text; ``mesh`` numbers its devices in order."""
     assert [d.id for d in mesh.devices.flat] == list(range(mesh.size))
     found = []
     for match in _CALL.finditer(text):
@@ -106,13 +106,13 @@ def collectives_of(text, mesh):
 
 
 def _groups(line, devices):
-    """Of each group the numbers of its devices, in the four ways in which XLA writes them."""
+    """The device numbers of each group, in the four ways in which XLA writes them."""
     if (pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", line)) is not None:
         return _listed(pairs[1])
     if (shaped := re.search(r"replica_groups=\[([\d,]+)\]<=(\S+)", line)) is not None:
         return _numbers(shaped[2], devices).reshape(_integers(shaped[1]))
     if (named := _MESH.search(line)) is not None:
-        # A mesh of XLA's own, and those of its axes that a group is over.
+        # A mesh of XLA's own, and the axes of it that a group spans.
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
         ids = _numbers(named[2], devices).reshape(list(sizes.values()))
         over = [list(sizes).index(name) for name in re.findall(r"'(\w+)'", named[3])]
@@ -150,22 +150,22 @@ def test_what_is_sent_beyond_the_dense_step(name, layout):
         for tx in (SPARSE[name](), optax_ext.dense(axis="data"))
     ]
     sparse, dense = of_step
-    # Between workers no leaf and no part of one, but by the dense step.
+    # Only the dense step sends a leaf, or a part of one, between workers.
     between = [x.entries for x in sparse if "data" in x.axes]
     assert max(between) < N // 4 // 16
     assert max(x.entries for x in dense if "data" in x.axes) >= SIZE * SIZE
     # All devices together agree on whether the step is taken, by one number.
     assert [x.entries for x in sparse if len(x.axes) == 2] == [1]
-    # Inside a worker all is the dense step's; which kind it is of, the compiler chooses.
+    # Inside a worker everything is from the dense step; the compiler chooses the kind.
     inside = [
         collections.Counter(x.entries for x in step if x.axes == ("model",)) for step in of_step
     ]
     more = list((inside[0] - inside[1]).elements())
-    # But the results for the leaf that all hold, and twice the numbers of the step's info. It is
-    # gathered, and so is Adam's step of it, which the compiler splits as it likes.
+    # The exceptions are the gathered results for the leaf that all hold and Adam's step of it,
+    # which the compiler may split, and twice the numbers of the step's info.
     large = [x for x in more if x >= 4 * SIZE]
     assert large in ([], [4 * SIZE], [4 * SIZE] * 2)
-    # And what ok_topk asks all devices before it takes one of its ways.
+    # ok_topk also asks all devices before it takes one of its branches.
     assert len(more) - len(large) <= 5
     assert sum(more) - sum(large) <= 64
 
@@ -174,7 +174,7 @@ def test_what_is_sent_beyond_the_dense_step(name, layout):
 @pytest.mark.parametrize("name", [*OK_TOPK_SLOW, "dense"])
 @pytest.mark.one_in(3)
 def test_words_between_the_workers_are_those_of_a_part(sizes, name):
-    """Read from the program, beside that of parameters of the size of a part."""
+    """Read from the program, and compared with parameters of the size of a part."""
     workers, parts = sizes
     shapes = {
         "columns": ((64, 16 * parts), PartitionSpec(None, "model")),
@@ -198,7 +198,7 @@ def test_words_between_the_workers_are_those_of_a_part(sizes, name):
     found = traffic.of_traced(mapped.trace(stacked, state)).by_axes()
 
     part = {"columns": (64, 16), "whole": (8, 64)}
-    if name == "dense":  # Each device takes the mean of all that it holds.
+    if name == "dense":  # Each device takes the mean of everything it holds.
         part["whole"] = shapes["whole"][0]
     like = {k: jax.ShapeDtypeStruct(shape, "float32") for k, shape in part.items()}
 
@@ -206,7 +206,7 @@ def test_words_between_the_workers_are_those_of_a_part(sizes, name):
         return tx.update(gradients, tx.init(gradients))[0]
 
     expected = traffic.of_function(alone, like, axis="data", axis_size=workers).words
-    # Whether all are finite is agreed on with the devices of the other parts, and not among the
+    # The agreement on non-finite values includes the devices of the other parts, and not the
     # workers alone.
     agreed = 0.0 if name == "dense" else 2 * (workers - 1) / workers
     assert found[("data",)] == pytest.approx(expected - agreed)
@@ -214,7 +214,7 @@ def test_words_between_the_workers_are_those_of_a_part(sizes, name):
     if name == "dense":
         assert not others
     else:
-        # The mean of what all hold, some numbers of the step, and whether it is taken.
+        # The mean of the leaf that all hold, some numbers of the step, and whether it is taken.
         assert others.pop(("data", "model")) <= 2
         gathered = 8 * 64 * (parts - 1)
         assert gathered < others.pop(("model",)) <= gathered + 16 * (parts - 1)

@@ -1,4 +1,4 @@
-"""The state of sharded parameters from outside: saved, moved to other meshes, looked at."""
+"""The state of sharded parameters from outside: saved, moved to other meshes, inspected."""
 
 import functools
 import json
@@ -34,17 +34,17 @@ def state_on(tx, sizes):
 
 
 def after_steps(tx):
-    """The state behind two steps of two workers of four devices."""
+    """The state after two steps of two workers of four devices."""
     return shards.run(tx, MESH, shards.gradients_of(2, 2), manual=False)[1]
 
 
 def waiting(state):
-    """What is in residuals, summed up over the workers, flat."""
+    """The sum of the residuals over the workers, flat."""
     mean, _ = optax_ext.consolidate(shards.params_of(), state)
     return optax_ext.get_state(state).workers * flat(mean)
 
 
-# One of them on each mesh, and each on a mesh of more, of as many or of fewer workers.
+# One optimizer on each mesh, and each on a mesh of more, as many or fewer workers.
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
@@ -64,7 +64,7 @@ def test_on_another_mesh_nothing_of_the_residuals_is_lost(name, sizes):
     new = optax_ext.reshard(old, fresh)
     np.testing.assert_allclose(waiting(new), waiting(old), rtol=1e-6, atol=1e-6)
     assert jax.tree.map(lambda x: x.sharding, new) == jax.tree.map(lambda x: x.sharding, fresh)
-    # And it goes on.
+    # The training continues.
     step = shards.stepper(tx, on, new, manual=False)
     gradients = {k: g[0] for k, g in shards.gradients_of(sizes[0], 1).items()}
     _, new = step(shards.placed(shards.params_of(), on), new, gradients)
@@ -124,7 +124,7 @@ def test_a_checkpoint_continues_with_the_same_bits_and_on_other_meshes(name, tmp
         same(restored, old)
         where = jax.tree.map(lambda x: x.sharding, restored)
         assert where == jax.tree.map(lambda x: x.sharding, state_on(tx, (2, 4))[1])
-        # The workers that wrote it are not here.
+        # The workers that wrote it are absent here.
         was = AbstractMesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
         one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         like = optax_ext.abstract_state(tx, shapes, was, specs=shards.SPECS, sharding=one)
@@ -138,7 +138,7 @@ def test_a_checkpoint_continues_with_the_same_bits_and_on_other_meshes(name, tmp
 
 
 def test_on_one_device_it_has_the_same_rows():
-    """With the sizes of the axes in place of a mesh."""
+    """The sizes of the axes are given instead of a mesh."""
     tx = OPTIMIZERS["ok_topk, adam"]
     _, expected = state_on(tx, (2, 4))
     alone = optax_ext.init_state(tx, shards.params_of(), SIZES, specs=shards.SPECS)
@@ -218,4 +218,4 @@ def test_a_replicated_leaf_whose_gradient_differs(check_vma):
         refused(r"updates\['odd'\] may differ .*along 'model'", run, jnp.ones(2))
         return
     refused(r"updates\['odd'\] differ", run, jnp.ones(2), error=jax.errors.JaxRuntimeError)
-    run(jnp.zeros(2))  # Where they are the same it says nothing.
+    run(jnp.zeros(2))  # It is silent if they are the same.

@@ -26,7 +26,7 @@ def params_at_start(dtype=jnp.float32):
 
 
 def targets(seed=0):
-    """One for each worker and step: the loss is half of the squared distance to it."""
+    """A target for each worker and step: the loss is half of the squared distance to it."""
     rng = np.random.default_rng(seed)
     common = 2 * rng.standard_normal(SIZE)
     return (common + rng.standard_normal((STEPS, WORKERS, SIZE))).astype(np.float32)
@@ -44,7 +44,7 @@ def trained(tx, steps=STEPS, params=None, on=None, given=None, **options):
     return train(tx, loss_fn, params, given[:steps], on or mesh(), **options)
 
 
-# So large that the first steps of all entries are not of one length.
+# So large that the entries' first steps differ in length.
 EPS = 0.5
 
 
@@ -64,8 +64,8 @@ def test_sparse_adamw_is_what_it_says(check_vma):
     w = flat(params_at_start())
     residual, nu, beyond = np.zeros((WORKERS, SIZE)), np.zeros((WORKERS, SIZE)), 0
     owner = reference.part_of_each_index(SIZE, WORKERS, 1, SIZE // WORKERS)
-    # Not the last steps: without optimizations XLA rounds the accumulator in two ways there, and
-    # the k-th entry of a worker, below its own threshold by the last bit, waits.
+    # The last steps are left out: without optimizations XLA rounds the accumulator in two ways
+    # there, and the k-th entry of a worker, below its own threshold by the last bit, waits.
     for t, target in enumerate(targets()[:6]):
         rate = float(schedule(t))
         gradient = w + residual / WORKERS - target
@@ -91,7 +91,7 @@ def test_sparse_adamw_is_what_it_says(check_vma):
     ],
 )
 def test_the_flat_buffers_of_adamw_get_what_the_leaves_would(labels, nonfinite):
-    """One buffer for each way of exchange, in place of a transformation of the tree."""
+    """There is one buffer for each way of exchange, and no transformation of the tree."""
     given = targets()
     given[2, 1, [7, 100]] = np.nan
     options = {"axis": "data", "nonfinite": nonfinite, "dense_leaves": labels}
@@ -135,10 +135,10 @@ def test_more_workers_look_ahead_by_a_tenth_at_least():
 
 
 def waiting(state):
-    """What each worker has in its residuals, ``f64[P, n]``; of a dense leaf at the end nothing."""
+    """Each worker's residuals, ``f64[P, n]``; zeros for a dense leaf at the end."""
     buckets = [s.residual.astype(jnp.float32) for s in _find.get_states(state)]
     rows = np.concatenate([np.asarray(x, np.float64) for x in reversed(buckets)], axis=1)
-    if rows.shape[1] == SIZE // 2:  # Of the two workers of a node.
+    if rows.shape[1] == SIZE // 2:  # The shards of a node's two workers.
         rows = np.repeat(rows.reshape(2, -1), 2, axis=0)
     return np.pad(rows, ((0, 0), (0, SIZE - rows.shape[1])))
 

@@ -1,7 +1,7 @@
-"""What a part was made as, and what optax_ext uses of sparse_collectives.
+"""The specs of parts, and the names of sparse_collectives that optax_ext uses.
 
-Of a part the same text in every program, another one for other arguments; of sparse_collectives
-what is public, and what both packages share.
+A part has the same text in every program, and another one for other arguments. Of
+sparse_collectives, optax_ext uses public names and the modules that both packages share.
 """
 
 import ast
@@ -122,7 +122,7 @@ def test_a_spec_has_the_arguments_of_a_factory_and_no_local_variable(part):
     assert {name for name, _ in part.spec.arguments} == set(inspect.signature(factory).parameters)
 
 
-# Branches on versions of jax, checks of arguments, hashes and platforms are those of both packages.
+# Both packages share branches on versions of jax, checks of arguments, hashes and platforms.
 SHARED = {"_compat", "_validation", "_hash", "_platform", "_coo"}
 FILES = sorted(pathlib.Path(optax_ext.__file__).parent.rglob("*.py"))
 

@@ -1,4 +1,4 @@
-"""Rounds whose exchange is beside their local steps: what arrives is late, and nothing is lost."""
+"""Rounds whose exchange overlaps their local steps: updates arrive late, and nothing is lost."""
 
 import functools
 import math
@@ -25,13 +25,13 @@ def distance(params, target):
 
 
 def other_devices(workers=WORKERS):
-    """As ``mesh``, of devices that this one has not."""
+    """A mesh like ``mesh``, of other devices."""
     devices = np.asarray(jax.devices()[workers : 2 * workers])
     return Mesh(devices, ("data",), axis_types=mesh(workers).axis_types)
 
 
 def rounds_of(tx, given, loss=distance, params=None, on=None, **options):
-    """Parameters and state before the first round, and behind each."""
+    """Parameters and state before the first round and after each."""
     params = jnp.asarray(normal(SIZE, 5)) if params is None else params
     on = mesh(WORKERS) if on is None else on
     take = optax_ext.make_train_round(loss, tx, on, donate=False, **options)
@@ -76,7 +76,7 @@ EXCHANGES = {
     "in bfloat16": adamw(
         density=0.2, allreduce=sc.allreduce.topk_a(codec=sc.wire.narrow8()), weight_decay=0.1
     ),
-    # The limit is that of a rate which only the state has.
+    # The limit follows a learning rate that only the state holds.
     "injected": optax.inject_hyperparams(
         lambda learning_rate: adamw_of(lambda count: learning_rate, density=0.05)
     )(learning_rate=1e-3),
@@ -91,7 +91,7 @@ def test_other_devices_find_the_same(name):
     found = rounds_of(tx, given, loss_fn, PARAMS)
     beside = rounds_of(tx, given, loss_fn, PARAMS, exchange_mesh=other_devices())
     for ours, theirs in zip(found, beside, strict=True):
-        # Three programs, which the compiler fuses, and so rounds, in another way than one.
+        # The compiler fuses three programs, and so rounds them, differently from one.
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
             ours[:2],
@@ -178,7 +178,7 @@ def test_what_a_round_cannot_do_is_an_error_that_says_so():
     refused("multiple of the 4 workers", call, sgd(), batches[:, :3])
     refused("dense_steps=2", call, sgd(dense_steps=2))
     refused("decay=0.9", call, sgd(residual=optax_ext.residual(decay=0.9, step_ahead=math.inf)))
-    refused("adds up", call, optax_ext.multi_steps(sgd(), 2))
+    refused("accumulates gradients", call, optax_ext.multi_steps(sgd(), 2))
     beside = optax_ext.make_train_round(loss_fn, sgd(), on, exchange_mesh=other_devices())
     refused(
         "three programs",

@@ -75,7 +75,7 @@ def test_it_learns_in_front_of_any_optimizer(optimizer):
 
 @pytest.mark.slow
 def test_the_step_needs_one_buffer_of_n_beside_the_residual():
-    """Of a flat gradient: the update. The sum is made in the donated residual."""
+    """For a flat gradient it is the update; the sum is computed in the donated residual."""
     size = 1 << 20
     one = mesh(1)
     tx = optax_ext.ok_topk(density=0.01, axis="data")
@@ -93,7 +93,7 @@ def test_the_step_needs_one_buffer_of_n_beside_the_residual():
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
 @pytest.mark.parametrize("selector", ["topk", "threshold_reuse"])
 def test_a_step_of_the_size_of_a_model_lowers_for(platform, selector):
-    """For 16 devices that are not there; large enough for the paths of large buffers."""
+    """For 16 absent devices, with a model large enough for the paths of large buffers."""
     n, workers = 1 << 22, 16
     choose = getattr(sc.select, selector)(density=0.01)
     tx = optax_ext.ok_topk(density=0.01, axis="data", selector=choose)
@@ -132,7 +132,7 @@ def test_the_state_is_found_and_specified_anywhere_in_a_chain():
 
 @pytest.mark.usefixtures("default_promotion")
 def test_the_loss_that_is_returned_is_that_where_the_gradients_are_taken():
-    """As docs/troubleshooting.md says: that of the parameters if dense, else a little lower."""
+    """As in docs/troubleshooting.md: the parameters' loss if dense, otherwise slightly lower."""
     images, labels = load_digits(return_X_y=True)
     images, labels = (images / 16).astype(np.float32), labels.astype(np.int32)
 
@@ -146,7 +146,7 @@ def test_the_loss_that_is_returned_is_that_where_the_gradients_are_taken():
     start, at_params = {"w": jnp.zeros((64, 10)), "b": jnp.zeros(10)}, jax.jit(cross_entropy)
 
     def gaps(tx):
-        """How far the loss of each step is from that of the parameters that were given to it."""
+        """The relative difference between each step's loss and the loss of its parameters."""
         results = train(tx, cross_entropy, start, given, mesh(8))
         before = [float(at_params(p, x)) for (p, _, _), x in zip(results, given, strict=False)]
         return np.asarray([float(loss) for _, _, loss in results[1:]]) / before - 1
@@ -155,15 +155,15 @@ def test_the_loss_that_is_returned_is_that_where_the_gradients_are_taken():
     np.testing.assert_allclose(dense, 0, atol=1e-5)
     for limit in (2.0, None):
         found = gaps(optax_ext.sparse_adamw(1e-2, axis="data", limit=limit))
-        # Nothing waits before the first step.
+        # The residual is 0 before the first step.
         assert found[0] == pytest.approx(0, abs=1e-5)
         assert max(found[1:]) < 0
-        # The page says 4 and 2 %; how much waits depends on the limit's rule.
+        # The page says 4 and 2 %; the residual depends on the limit's rule.
         assert -0.1 < np.mean(found) < -0.01
 
 
 def test_the_limit_of_steps_in_flight_is_for_cpu():
-    """No steps are queued without end where that can be fatal."""
+    """The queue of steps is bounded on platforms on which it can be fatal."""
     for given, platform, expected in ((None, "cpu", 2), (None, "gpu", None), (5, "gpu", 5)):
         on = SimpleNamespace(devices=np.array([SimpleNamespace(platform=platform)]))
         assert _arrays.limit(given, on) == expected
@@ -184,7 +184,7 @@ def test_a_train_step_waits_for_the_losses_of_older_steps(monkeypatch, limit, ex
 
 @pytest.mark.slow
 def test_a_train_step_inside_another_program():
-    """There is nothing to wait for while it is traced."""
+    """It waits for nothing while it is traced."""
     tx = optax.chain(optax_ext.topk_a(0.5, axis="data"), optax.sgd(0.1))
     step, given = step_of(tx), batches(3)
 

@@ -1,13 +1,13 @@
-"""Beside entries far larger than the others every entry is applied within a stated number of steps.
+"""Every entry is applied within a stated number of steps, even next to far larger entries.
 
 Gradients are the same at each step, of one sign up to half of the steps and of the other one from
 there on, and one of them is up to 10^6 times as large as any other. With k of n entries selected
 each would have its turn every n / k steps if all were alike, and every 2 n / k if they differ by a
 factor of two, as here.
 
-A codec of a few bits has a smallest number beside the largest one of its bucket, and what is below
-waits until it adds up to that. So the bound has a second part, which grows with the largest entry:
-see ``REACH``. Whatever else is combined is drawn in tests/fuzz/test_fuzz_waits.py.
+A codec of a few bits has a smallest number next to the largest one of its bucket, and a smaller
+entry waits until it adds up to that. So the bound has a second part, which grows with the largest
+entry: see ``REACH``. tests/fuzz/test_fuzz_waits.py draws all other combinations.
 """
 
 import math
@@ -27,8 +27,8 @@ from tests.sparse_collectives.table import ALLREDUCES, DENSITY, OVER_NODES, WITH
 SIZE, STEPS, HUGE = 512, 800, 100
 # Every entry has had its turn six times over, if all were alike. Some leave out entries at random.
 TURN = 6 / DENSITY
-# How many times the smallest number of a bucket goes into its largest one: without a limit in
-# formats with an exponent of their own. QSGD rounds at random, but never one of these to zero.
+# The ratio of the largest number of a bucket to its smallest one; formats with an exponent of their
+# own have no limit. QSGD rounds at random, but never rounds one of these to zero.
 REACH = {"narrow8": 2.0**16, "qsgd": 127.0, "qsgd of 4 bits": 7.0}
 MORE = {
     "topk_a, qsgd of 4 bits": sc.allreduce.topk_a(codec=sc.wire.qsgd(bits=4)),
@@ -57,7 +57,7 @@ def updates_of(selector, exchange, gradient, steps=STEPS, *, axis="w", turn=STEP
 
 
 def longest_waits(moved):
-    """Of each entry the most steps from one in which it moves to the next, ``i[n]``."""
+    """The most steps from one move of an entry to its next, for each entry, ``i[n]``."""
     last, longest = np.zeros(moved.shape[1], int), np.zeros(moved.shape[1], int)
     for t, now in enumerate([*moved, np.ones(moved.shape[1], bool)]):
         longest = np.maximum(longest, t - last)
@@ -66,15 +66,15 @@ def longest_waits(moved):
 
 
 def allowed(name, times):
-    """Steps that an entry beside one ``times`` as large may wait."""
+    """Steps that an entry may wait next to one that is ``times`` as large."""
     reach = next((reach for codec, reach in REACH.items() if name.endswith(codec)), math.inf)
     return TURN + times / reach
 
 
 def cases():
-    """The quick ones beside any, the others beside the largest that leaves time for it."""
+    """Quick exchanges with every ratio, others with the largest ratio that fits the steps."""
     for name in (*QUICK, *OVER_NODES, *MORE, "topk_a, narrow8"):
-        # A turn before the change of the sign, and two behind it.
+        # One turn before the change of sign, and two after it.
         fits = [x for x in (1.0, 1e4, 1e6) if 2 * allowed(name, x) < STEPS // 2]
         for times in fits if name in QUICK else fits[-1:]:
             yield (name, times) if name in QUICK else slow(name, times)
@@ -90,13 +90,13 @@ def test_no_entry_waits_long_beside_one_that_is_much_larger(name, times):
     selector = sc.select.topk(density=DENSITY)
     updates = updates_of(selector, EXCHANGES[name], given, axis=axis, turn=half)
     most = allowed(name, times)
-    # Also around the change, where what waits has to be taken back before it goes the other way.
+    # This includes the change of sign, after which the residual must first be taken back.
     for steps in (updates[:half], updates[half + math.ceil(most) :]):
         assert longest_waits(steps != 0).max() <= most
     assert (updates[half : half + 2 * math.ceil(most)] < 0).any(axis=0).all()
 
 
-# Those that select k entries or nearly, of whatever distribution.
+# Selectors of about k entries, whatever the distribution.
 BY_RANK = {
     "threshold_reuse": sc.select.threshold_reuse(density=DENSITY, period=8),
     "adtopk": sc.select.published.adtopk(density=DENSITY),
@@ -104,12 +104,12 @@ BY_RANK = {
     "adtopk_threshold": sc.select.published.adtopk_threshold(density=DENSITY, steps=STEPS),
     "layerwise": sc.select.layerwise(sc.select.topk(density=DENSITY)),
 }
-# In these places entries are served at random.
+# Selectors that serve entries at random.
 AT_RANDOM = {
     "random_k": sc.select.random_k(density=DENSITY),
     "mstopk": sc.select.published.mstopk(density=DENSITY),
 }
-# They fit a distribution, search for so many rounds, or have one slot for a bucket.
+# These fit a distribution, search for a fixed number of rounds, or have one slot for a bucket.
 LIMITED = {
     "gaussian_k": sc.select.published.gaussian_k(density=DENSITY),
     "sidco": sc.select.published.sidco(density=DENSITY),
@@ -148,5 +148,5 @@ def test_beside_one_a_million_times_as_large_the_bound_of_qsgd_is_long_but_holds
     gradient[:, 5] *= times
     steps = 3 * int(most)
     moved = updates_of(sc.select.topk(density=1 / 8), exchange, gradient, steps, turn=steps)
-    # It is no loose bound.
+    # The bound is not loose.
     assert most / 4 < longest_waits(moved != 0).max() <= most

@@ -1,4 +1,4 @@
-"""Whole optimizers with something else in their chain: what trains uphill is refused."""
+"""Whole optimizers in a chain with others: chains that train uphill are refused."""
 
 import functools
 
@@ -11,7 +11,7 @@ import pytest
 import optax_ext
 from tests.optax_ext.helpers import mesh, normal, refused, slow, train
 
-# As programs of users run: optax adds floats to integers.
+# As in users' programs: optax adds floats to integers.
 pytestmark = pytest.mark.usefixtures("default_promotion")
 WORKERS = 4
 PARAMS = {"kernel": np.full((6, 4), 0.1, np.float32), "bias": np.zeros(4, np.float32)}
@@ -27,7 +27,7 @@ WHOLE = {
     "ok_topk_sgd": optax_ext.ok_topk_sgd(0.1, **EXACT),
     "ok_topk_sgd, schedule": optax_ext.ok_topk_sgd(lambda step: 0.1 / (1 + step), **EXACT),
 }
-# Each ends in a step against what it takes for a gradient.
+# Each ends in a step against its input, which it takes for a gradient.
 OPTIMIZERS = {
     "adamw": lambda: optax.adamw(1e-3),
     "sgd": lambda: optax.sgd(0.1),
@@ -54,7 +54,7 @@ LEGITIMATE = {
     "trust ratio": optax.scale_by_trust_ratio,
     "on a plateau": optax.contrib.reduce_on_plateau,
 }
-MESSAGE = "whole optimizers, whose updates are steps of the parameters, rate and sign included"
+MESSAGE = "whole optimizers, whose updates include the learning rate and its sign"
 
 
 def init(tx, params=PARAMS):
@@ -68,7 +68,7 @@ def loss_fn(params, x):
     return jnp.mean((x @ params["kernel"] + params["bias"][None] - 1) ** 2)
 
 
-# All of these with one whole optimizer, and all whole optimizers with a few of them.
+# All of these after one whole optimizer, and a few of them after each whole optimizer.
 PAIRS = [("ok_topk_sgd", behind) for behind in (*OPTIMIZERS, *LEGITIMATE)]
 PAIRS += [(name, x) for name in WHOLE for x in ("adamw", "sgd", "clip", "scale(0.5)")]
 

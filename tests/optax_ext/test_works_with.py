@@ -43,7 +43,7 @@ class Sum(NamedTuple):
 
 
 def summed(over_workers):
-    """Adds up what passes, over the steps; over the workers too in front of an allreduce."""
+    """Adds up the updates over the steps; before an allreduce, also over the workers."""
 
     def init(params):
         return Sum(jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params))
@@ -58,8 +58,8 @@ def summed(over_workers):
 
 
 def observed(row):
-    """The row at a density of 0.1, with what goes into the allreduce and comes out of it."""
-    # Where it is also run elsewhere by Ok-Topk, which compiles for seconds in each program.
+    """The row at a density of 0.1; its state has the sums before and after the allreduce."""
+    # Ok-Topk compiles for seconds in each program, so only rows with several programs use it.
     make = optax_ext.ok_topk if row.also else optax_ext.topk_a
     reduce = make(density=0.1, axis="data")
     if "reduce" not in row.code:
@@ -70,14 +70,14 @@ def observed(row):
 
 
 def sums_and_residual(state):
-    """Of the gradients, of the updates, and the residuals, flat."""
+    """The sums of the gradients and of the updates, and the residuals, all flat."""
     sums = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, Sum))
     before, after = (node for node in sums if isinstance(node, Sum))
     return flat(before), flat(after), np.asarray(optax_ext.get_state(state).residual).sum(0)
 
 
 def end_of(row, tx):
-    """Parameters and state behind all steps, which are one program."""
+    """Parameters and state after all steps, which are one program."""
     params, loss_fn = combinations.model(row.model)
     on, has_aux, traces = mesh(WORKERS), row.model == "batch_norm", []
 
@@ -101,7 +101,7 @@ def trained(row):
 
 
 def with_all_entries(row, density):
-    """The row with the selection of everything, or with the dense mean where ``density`` is None.
+    """The row with a selection of all entries, or with the dense mean if ``density`` is None.
 
     The allreduce is the one that compiles fastest.
     """
@@ -121,7 +121,7 @@ def equal(row, ends):
 def test_at_density_one_it_is_the_dense_one(row):
     ends = [end_of(row, with_all_entries(row, density))[0] for density in (1.0, None)]
     equal(row, ends)
-    # Or equality would say nothing.
+    # Otherwise equality would mean nothing.
     moved = np.abs(flat(ends[1]) - flat(combinations.model(row.model)[0])).max()
     assert moved > 3 * min(row.rounding, 1e-3)
 
@@ -133,7 +133,7 @@ def test_at_density_a_tenth_nothing_is_lost_and_no_worker_drifts(row):
     assert all(len(leaf.addressable_shards) == WORKERS for leaf in jax.tree.leaves(params))
     same_on_devices(params)
     before, after, residual = sums_and_residual(state)
-    # The learning rate of a whole SGD is in the residual, and its update is subtracted.
+    # A whole SGD has its learning rate in the residual, and its update is subtracted.
     if "reduce" not in row.code:
         before, after = 0.1 * before, -after
     assert np.abs(before).max() > 0
@@ -167,12 +167,12 @@ def test_the_same_in_a_loop_of_ones_own(row, mode):
     for ours, theirs in zip(*map(jax.tree.leaves, (own_loop(row, mode), expected)), strict=True):
         ours = np.asarray(ours)
         assert len({worker.tobytes() for worker in ours}) == 1
-        # Other programs round the gradients of the model in other places.
+        # Other programs round the gradients of the model at other points.
         np.testing.assert_allclose(ours[0], theirs, rtol=1e-5, atol=1e-6)
 
 
 def placed(params, sharded_mesh):
-    """Matrices over two devices of each worker, along their longest side that is even."""
+    """Shards matrices over two devices of each worker, along their longest even side."""
 
     def place(leaf):
         even = [i for i, n in enumerate(np.shape(leaf)) if n % 2 == 0]
@@ -184,7 +184,7 @@ def placed(params, sharded_mesh):
     return jax.tree.map(place, params)
 
 
-# The rows that are tested in other loops too are the most different ones.
+# The rows that are also tested in other loops are the most different ones.
 DIFFERENT = {row.name for row in combinations.ROWS if row.also} - {"`optax_ext.contrib.lamb`"}
 
 
@@ -206,7 +206,7 @@ def test_with_sharded_parameters_at_density_one_it_is_the_dense_one(row):
 
 
 def trained_by(tx, hyperparams):
-    """The parameters after each step; the injected hyperparameters are set before it."""
+    """The parameters after each step, before which the injected hyperparameters are set."""
     params, loss_fn = combinations.model("mlp")
     state = optax_ext.init_state(tx, params, mesh(WORKERS))
     step, ends = optax_ext.make_train_step(loss_fn, tx, mesh(WORKERS), donate=False), [params]
@@ -219,7 +219,7 @@ def trained_by(tx, hyperparams):
     return ends
 
 
-# A large eps, or all entries of a first step are alike, and rounding chooses among them.
+# With a small eps all entries of a first step are equal, and rounding chooses among them.
 ADAMW = {"weight_decay": 0.1, "gain": 1.5, "limit": 3.0, "eps": 0.1}
 TOPK_A = {"allreduce": sc.allreduce.topk_a()}
 WHOLE = {

@@ -1,7 +1,7 @@
 """Exchanges of pairs in plain NumPy, message by message, each written from its paper.
 
-They share no code with the library. Each worker has selected entries, from index to value; what
-comes out is the total ``f32[n]``, and what each worker keeps, ``f64[P, n]``.
+They share no code with the library. Each worker has selected entries, from index to value; the
+results are the total ``f32[n]`` and each worker's residual ``f64[P, n]``.
 """
 
 import math
@@ -18,7 +18,7 @@ def topk_a(selected: list[dict[int, float]], size: int):
 
 
 def sparse_allgather(selected: list[dict[int, float]], size: int, first: int = 0):
-    """Section 2: of several entries at one index that of the first worker from ``first``."""
+    """Section 2: at each index the entry of the first worker that has one, from ``first`` on."""
     total: dict[int, float] = {}
     kept = np.zeros((len(selected), size))
     for worker in [*range(first, len(selected)), *range(first)]:
@@ -31,7 +31,7 @@ def sparse_allgather(selected: list[dict[int, float]], size: int, first: int = 0
 
 
 def gtopk(selected: list[dict[int, float]], size: int, k: int):
-    """gTop-k: a tree of P leaves, at each level pairs add up, and keep the k largest."""
+    """gTop-k: a tree of P leaves; at each level pairs add up and keep the k largest."""
     dropped = np.zeros((len(selected), size))
     held = [_cut(entries, k, row) for entries, row in zip(selected, dropped, strict=True)]
     stride = 1
@@ -47,7 +47,8 @@ def spardl(selected: list[dict[int, float]], block: np.ndarray, k: int):
     """SparDL: Spar-Reduce-Scatter, an allgather, and global residual collection.
 
     Index i is in block ``block[i]``, the number of its owner, and a block has ceil(k / P) entries.
-    Returns also for each message the entries that each worker sends in it, the allgather last.
+    It also returns, for each message, the number of entries that each worker sends; the allgather
+    is last.
     """
     workers, size = len(selected), len(block)
     share = math.ceil(k / workers)
@@ -61,7 +62,7 @@ def spardl(selected: list[dict[int, float]], block: np.ndarray, k: int):
         return _cut(held[worker][each], share, cut_off[worker])
 
     lengths = []
-    ahead = workers  # of the blocks of this worker and those after it, the parts that it has
+    ahead = workers  # blocks, from this worker's on, of which it has parts
     while ahead > 1:
         distance = 1
         while 2 * distance < ahead:

@@ -8,8 +8,8 @@ from tests.reference.ok_topk import local_topk
 def training_step(gradients: np.ndarray, residuals: np.ndarray, k: int):
     """One step with an allgather of the selections, k of each shard, between the nodes.
 
-    Of ``gradients f[m, w, n]`` and ``residuals f[m, w, s]``, s = ceil(n / w), the total ``f64[n]``
-    and the new residuals.
+    It takes ``gradients f[m, w, n]`` and ``residuals f[m, w, s]``, s = ceil(n / w), and returns the
+    total ``f64[n]`` and the new residuals.
     """
     nodes, inside, size = gradients.shape
     shard = residuals.shape[-1]

@@ -4,7 +4,7 @@ import numpy as np
 
 
 def powersgd(acc, q):
-    """Of ``acc f[W, rows, cols]`` and ``q f[cols, r]`` the update, the residuals and the next q."""
+    """The update, residuals and next q, from ``acc f[W, rows, cols]`` and ``q f[cols, r]``."""
     p = np.mean([m @ q for m in acc], axis=0)
     p = np.linalg.qr(p)[0]
     own = [m.T @ p for m in acc]
@@ -13,7 +13,7 @@ def powersgd(acc, q):
 
 
 def acp_sgd(acc, p, q, step):
-    """One step of a count that begins with 0; the update, the residuals, and both factors."""
+    """The update, the residuals and both factors of a step; steps count from 0."""
     if step % 2 == 0:
         q = np.linalg.qr(q)[0]
         own = [m @ q for m in acc]

@@ -29,8 +29,8 @@ def training_step(accs: np.ndarray, k: int):
 def balanced(owned: list[int]) -> tuple[list[int], list[int]]:
     """How many entries each worker has after the balancing, and has passed on (section 3.1.2).
 
-    Where one has over four times the mean (section 5.3), everyone gets its share of what there is,
-    in the order of the workers.
+    If a worker has over four times the mean (section 5.3), every worker gets its share of the
+    entries, in the order of the workers.
     """
     workers, total = len(owned), sum(owned)
     if max(owned) * workers <= 4 * total:
@@ -43,26 +43,26 @@ def balanced(owned: list[int]) -> tuple[list[int], list[int]]:
 
 
 class Step(NamedTuple):
-    """What a step of :class:`Published` did."""
+    """The results of a step of :class:`Published`."""
 
     total: np.ndarray
     # How many entries each worker selected, and how many are in the total.
     selected: list[int]
     delivered: int
-    # Of these, how many each worker has before the balancing and after it.
+    # How many entries of the total each worker has before the balancing and after it.
     owned: list[int]
     held: list[int]
-    # What each worker sends to others, in words of 4 bytes: a pair is two, what everyone receives
-    # counts once for each of the others.
+    # The words of 4 bytes that each worker sends to others: a pair is two words, and a message to
+    # everyone counts once for each of the others.
     words: list[int]
 
 
 class Published:
-    """Algorithm 1 and 2 over many steps: regions last tau of them, both thresholds tau' (period).
+    """Algorithms 1 and 2 over many steps: regions last tau steps, both thresholds tau' (period).
 
-    Where it is corrected thresholds are moved by their counts: the local one raised by 1.03 up
-    to five times within a step while over 4k/3 entries reach it, then divided by 1.012 below
-    2k/3 and multiplied by it above 5k/4; the global one by 1.008 below 2k/3 and above 4k/3.
+    With ``corrected`` the counts move the thresholds: the local one is raised by 1.03 up to five
+    times within a step while over 4k/3 entries reach it, then divided by 1.012 below 2k/3 and
+    multiplied by it above 5k/4; the global one changes by 1.008 below 2k/3 and above 4k/3.
     """
 
     def __init__(self, workers, size, k, period, repartition=64, corrected=False):
@@ -108,7 +108,7 @@ class Published:
         for worker in range(self.workers):
             sent = 2 * int(((selected[worker] != 0) & (owner != worker)).sum())
             if evaluates:
-                # Line 10: all that it reduced, to all.
+                # Line 10: each worker sends all of its sums to all.
                 sent += 2 * others * int(((reduced != 0) & (owner == worker)).sum())
             words.append(sent + 2 * moved[worker] + 2 * others * held[worker])
         return Step(
@@ -116,7 +116,7 @@ class Published:
         )
 
     def _consensus(self, selected: np.ndarray) -> np.ndarray:
-        """The workers' own boundaries, which cut their selections evenly; the mean of these."""
+        """The mean of the workers' own boundaries, which cut their selections evenly."""
         inner = []
         for row in selected:
             places = np.flatnonzero(row)

@@ -18,8 +18,8 @@ def magnitudes(x: np.ndarray) -> np.ndarray:
 
 
 def kth_magnitude(x: np.ndarray, k: int) -> float:
-    """The k-th largest magnitude; 0 where fewer than k entries are nonzero."""
-    # partition puts NaN last, which is to say above infinity.
+    """The k-th largest magnitude; 0 if fewer than k entries are nonzero."""
+    # partition puts NaN last, that is, above infinity.
     return float(np.partition(magnitudes(x), x.size - k)[x.size - k])
 
 
@@ -133,9 +133,9 @@ def layerwise_topk(x: np.ndarray, shapes, density: float) -> np.ndarray:
 
 
 class ThresholdLayer:
-    """Algorithm 2 for one layer, in the place of Algorithm 1's TradTopk (section 5).
+    """Algorithm 2 for one layer, instead of Algorithm 1's TradTopk (section 5).
 
-    With the change of the threshold tested in line 5, and its own turns counted in line 7.
+    Line 5 tests the change of the threshold, and line 7 counts its own turns.
     """
 
     def __init__(self, shape, density, steps, warmup, period):

@@ -1,6 +1,6 @@
-"""Which of too many entries have a slot, and crowds in which a window that moves on starves one.
+"""The entries that get a slot among too many, and crowds in which a moving window starves one.
 
-With Python's integers.
+It uses Python's integers.
 """
 
 import math
@@ -45,24 +45,24 @@ def longest_wait(steps, capacity, count):
     return math.ceil(math.log(steps / 1e-6) / -math.log1p(-capacity / count))
 
 
-# Data with a period, in which a window that moves on by its own length starves someone.
+# Data with a period, in which a window that moves on by its own length starves an entry.
 
 PERIODS = range(1, 9)
 
 
 class Crowd(NamedTuple):
-    """Entries in a line, too many for the slots."""
+    """Entries in a line that outnumber the slots."""
 
-    present: np.ndarray  # bool[period, length], who is there at each step
-    watched: int  # one who is there at every step
+    present: np.ndarray  # bool[period, length], the entries that are there at each step
+    watched: int  # an entry that is there at every step
     count: int  # how many there are at each step
 
 
 def crowd(capacity, period, most):
-    """Those whom the window ``[turn c, (turn + 1) c)``, modulo the count, never serves.
+    """A crowd in which the window ``[turn c, (turn + 1) c)`` modulo the count starves entries.
 
-    Some stay, and at each step as many as there are slots come: with the very ranks of
-    the window, between those who stay. None if no count up to ``most`` has the period.
+    Some entries stay. At each step as many others come as there are slots, with exactly the
+    ranks of the window among those that stay. None if no count up to ``most`` has the period.
     """
     for count in range(most, capacity, -1):
         if count // math.gcd(count, capacity) == period:
@@ -70,7 +70,7 @@ def crowd(capacity, period, most):
     else:
         if period > 1:
             return None
-        # Always the same: no window that moves starves anyone.
+        # All entries stay, so no moving window starves one.
         return Crowd(np.ones((1, most), bool), most // 2, most)
     staying = count - capacity
     in_gap = np.zeros((period, staying + 1), int)
@@ -85,7 +85,7 @@ def crowd(capacity, period, most):
     assert (present.sum(1) == count).all()
     stays = np.flatnonzero(present.all(0))
     who = Crowd(present, int(stays[len(stays) // 2]), count)
-    # The window that moves on by its length never serves the one who is watched.
+    # The window that moves on by its length never serves the watched entry.
     for turn in range(40 * period):
         ranks = (turn * capacity + np.arange(capacity)) % count
         assert who.watched not in np.flatnonzero(present[turn % period])[ranks]
@@ -93,7 +93,7 @@ def crowd(capacity, period, most):
 
 
 def crowds(capacity, most):
-    """Those of each period that there is."""
+    """The crowds of every possible period."""
     found = {period: crowd(capacity, period, most) for period in PERIODS}
     return {period: who for period, who in found.items() if who is not None}
 

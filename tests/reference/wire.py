@@ -28,7 +28,7 @@ def bf16(words, size):
 
 
 def narrow16(words, size):
-    """The first index, then value and gap in one word; 65535 is an escape."""
+    """The first index, then value and gap in one word; a gap of 65,535 is an escape."""
     del size
     position, *words = _unsigned(words)
     entries = []

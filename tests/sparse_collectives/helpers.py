@@ -1,4 +1,4 @@
-"""What the tests of the allreduces share."""
+"""Helpers of the allreduces' tests."""
 
 import functools
 import math
@@ -15,22 +15,22 @@ import sparse_collectives as sc
 
 # Codecs by the name of their factory; `without_feedback` is around another one.
 CODECS = [name for name in sc.wire.__all__ if name != "without_feedback"]
-# Power of two or not, prime or not; seven are one less than a power of two, and prime.
+# A power of two or not, prime or not; seven is a prime and one less than a power of two.
 WORKERS = (1, 2, 3, 4, 5, 6, 7, 8)
 
 
 def slow(*values):
-    """These as parameters that are slow."""
+    """These values as slow parameters."""
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 def slow_rows(*rows):
-    """These as rows of parameters that are slow."""
+    """These rows as slow parameters."""
     return [pytest.param(*row, marks=pytest.mark.slow) for row in rows]
 
 
 def slow_but(quick, values):
-    """These as parameters, all but the quick ones slow."""
+    """These values as parameters; all are slow except the quick ones."""
     return [value if value in quick else slow(value)[0] for value in values]
 
 
@@ -53,7 +53,7 @@ def simulated_select(selector: sc.Selector, workers: int):
 def simulated_reduce(allreduce: sc.SparseAllreduce, workers: int):
     """``reduce(coo, allreduce_state) -> dict`` of P simulated workers, jitted.
 
-    The allreduce's state is one for all workers, the results have a leading axis. What is kept is
+    All workers share the allreduce's state; the results have a leading axis. The kept entries are
     a PaddedCOO, in which an index may occur more than once.
     """
 
@@ -76,8 +76,8 @@ def simulated_reduce(allreduce: sc.SparseAllreduce, workers: int):
 def completed(selector: sc.Selector, allreduce: sc.SparseAllreduce, size: int, workers: int):
     """``step(acc f[P, n], states) -> (dict, states)`` of all workers, and the first states.
 
-    A worker selects from what the allreduce shows it of the accumulator, which it is given as well.
-    What is kept is the rest of the accumulators.
+    A worker selects from the allreduce's view of the accumulator. The allreduce also receives the
+    accumulator, and the result ``kept`` is the rest of the accumulators.
     """
 
     def init(acc):
@@ -99,7 +99,7 @@ def completed(selector: sc.Selector, allreduce: sc.SparseAllreduce, size: int, w
 
 
 def as_coo(coo: sc.PaddedCOO, undelivered: sc.Undelivered) -> sc.PaddedCOO:
-    """All that a worker keeps, as entries; an index may occur more than once."""
+    """All kept values of a worker, as entries; an index may occur more than once."""
     slots, parts = undelivered.slots, [undelivered.others]
     instead = undelivered.remainder
     if instead is not None:
@@ -113,7 +113,7 @@ def as_coo(coo: sc.PaddedCOO, undelivered: sc.Undelivered) -> sc.PaddedCOO:
 
 
 def sum_of_parts(coo: sc.PaddedCOO) -> jax.Array:
-    """The vector of which ``coo`` has the parts: an index may occur several times."""
+    """The vector whose parts are in ``coo``: an index may occur several times."""
     return jnp.zeros((coo.size,), coo.values.dtype).at[coo.indices].add(coo.values, mode="drop")
 
 
@@ -128,7 +128,7 @@ def lossy_codec() -> sc.Codec:
         rounded = (jnp.round(coo.values.astype(jnp.float32) * 256) / 256).astype(coo.values.dtype)
         error = jnp.where(sent, coo.values - rounded, 0)
         rows = (jnp.where(sent, rounded, 0), jnp.where(sent, coo.indices, coo.size))
-        # More slots than entries, in front.
+        # More slots than entries; the padding comes first.
         room = [(0, 0)] * (coo.indices.ndim - 1) + [(3, 0)]
         values, indices = jnp.pad(rows[0], room), jnp.pad(rows[1], room, constant_values=coo.size)
         message = exact.encode(sc.PaddedCOO(values, indices, coo.size), seed).message
@@ -153,14 +153,14 @@ def run_once(selector, allreduce, acc, allreduce_state=None):
 
 
 def next_state(out):
-    """The state of the allreduce after a step, which is one for all workers."""
+    """The state of the allreduce after a step, which all workers share."""
     return jax.tree.map(lambda x: x[0], out["allreduce_state"])
 
 
 def check_conserved(out, where="", *, tolerance=1e-6, rounds=False):
-    """All workers have the same bits, and with what they keep these are all that was sent.
+    """All workers have the same total, and total and kept entries add up to the sent ones.
 
-    With ``rounds`` what is kept may be larger than what was sent, and is rounded itself.
+    With ``rounds`` the kept values may be larger than the sent ones, and are rounded themselves.
     """
     total = np.asarray(out["total"])
     assert all(row.tobytes() == total[0].tobytes() for row in total), where
@@ -175,7 +175,7 @@ def check_conserved(out, where="", *, tolerance=1e-6, rounds=False):
 
 
 def as_entries(vectors) -> list[dict[int, float]]:
-    """The nonzero entries of each vector, index to value."""
+    """The nonzero entries of each vector, from index to value."""
     return [{int(i): v[i] for i in np.flatnonzero(v)} for v in np.asarray(vectors)]
 
 
@@ -250,7 +250,7 @@ def independent_psums(jaxpr) -> list:
 
 
 def check_replicated_on_a_mesh(selector, allreduce, size, *, check_vma, workers=3):
-    """Over devices the total, what is kept and the state have the bits of one device."""
+    """On a mesh, the total, the kept entries and the state have the bits of one device."""
     acc = hard_accumulators(workers, size)["normal"]
 
     def step(acc):
@@ -276,7 +276,8 @@ def check_replicated_on_a_mesh(selector, allreduce, size, *, check_vma, workers=
         np.testing.assert_array_equal(replica.data, expected["total"][0])
     np.testing.assert_array_equal(kept, expected["kept"])
     jax.tree.map(np.testing.assert_array_equal, state, next_state(expected))
-    # What recursive doubling adds for the types is in it. Only a form chosen by the data varies.
+    # It includes the words that recursive doubling adds for the types; only forms chosen by the
+    # data vary.
     least, most = (sc.traffic.of_traced(traced, conditional=c).words for c in ("best", "worst"))
     assert least <= words <= most
     assert check_vma or words == expected["info"].words[0]
@@ -284,5 +285,5 @@ def check_replicated_on_a_mesh(selector, allreduce, size, *, check_vma, workers=
 
 
 def selector_factory(name):
-    """What makes the selector of that name, also where it is there for a paper."""
+    """The factory of the selector with that name, also among the published ones."""
     return getattr(sc.select, name, None) or getattr(sc.select.published, name)

@@ -1,4 +1,4 @@
-"""A step of an allreduce over nodes of workers, for the tests: two mesh axes in place of one."""
+"""A step of an allreduce over nodes of workers, for the tests: two mesh axes instead of one."""
 
 import functools
 
@@ -34,7 +34,7 @@ def step_of(selector: sc.Selector, allreduce: sc.SparseAllreduce):
 
 @functools.cache
 def simulated_step(selector: sc.Selector, allreduce: sc.SparseAllreduce, shape: tuple[int, int]):
-    """That of all workers, jitted and cached; the states of the workers are ``[m, w, ...]``."""
+    """The step of all workers, jitted and cached; the workers' states are ``[m, w, ...]``."""
     return sc.simulate(step_of(selector, allreduce), axis=AXES, axis_size=shape)
 
 
@@ -52,7 +52,7 @@ def initial(allreduce: sc.SparseAllreduce, size: int, shape: tuple[int, int]):
 def run_once(selector, allreduce, acc, shape, allreduce_state=None):
     """One step, as :func:`helpers.run_once`, of P workers.
 
-    What is sent and kept has a row for each, or where a node has dealt out its sum for each node.
+    Sent and kept entries have a row for each worker, or for each node that has dealt out its sum.
     """
     size = acc.shape[1]
     if allreduce_state is None:

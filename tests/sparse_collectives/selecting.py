@@ -1,4 +1,4 @@
-"""What the tests of the selectors share: hard vectors, and what holds of every selection."""
+"""Helpers of the selectors' tests: hard vectors, and checks for every selection."""
 
 import functools
 
@@ -9,7 +9,7 @@ import numpy as np
 from tests.reference import selection, windows
 from tests.sparse_collectives import helpers
 
-# Vectors of less than _kth_magnitude.DIRECT_SIZE, and above: candidates are compacted first.
+# Sizes below and above _kth_magnitude.DIRECT_SIZE; above it, candidates are compacted first.
 SMALL, LARGE = 1003, 140_001
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -52,10 +52,10 @@ def assert_same_bits(left, right):
 
 
 def check(out, acc, capacity=None):
-    """What holds of every selection; returns the selected indices.
+    """Checks that hold for every selection; returns the selected indices.
 
-    They ascend, with the values of ``acc``, none of them zero, and padding behind; so what was
-    selected and what was not are the accumulator.
+    The indices ascend, with the nonzero values of ``acc``, and padding comes last. Selected and
+    unselected entries together are therefore the accumulator.
     """
     coo, _, info = out
     assert coo.size == acc.size
@@ -77,10 +77,10 @@ def check(out, acc, capacity=None):
 
 
 def check_passing(out, acc, capacity, turn):
-    """As `check`, where what reaches the threshold has slots as far as there are any.
+    """As `check`, for selectors whose entries at the threshold get all available slots.
 
-    With too many those in the window of the turn have one: what holds for windows, that none waits
-    for ever, holds for the selector. Without a turn it is another way to choose among them.
+    If there are too many entries, those in the window of the turn get a slot: windows let no entry
+    wait without end, and so does the selector. Without a turn it may choose others among them.
     """
     indices, info = check(out, acc, capacity), out[2]
     passed = selection.passing(acc, float(info.threshold))

@@ -13,7 +13,7 @@ DENSITY = 0.05
 
 
 ALL = {"slack": math.inf, "fill": math.inf}
-# Those over one axis, each once.
+# The allreduces over one axis, each once.
 ALGORITHMS = {
     name: row
     for name, row in sc.cost_model.ALGORITHMS.items()
@@ -40,13 +40,13 @@ def make(
 
 
 class Row(NamedTuple):
-    """An allreduce of DENSITY as it is made for the contract, and what holds for it."""
+    """An allreduce of DENSITY as it is made for the contract, and its properties."""
 
     allreduce: sc.SparseAllreduce
     # Whether every selected entry is delivered.
     delivers_all: bool
-    # Whether workers may keep rounding errors or sums of what others sent, and not only what they
-    # selected.
+    # Whether workers may also keep rounding errors or sums of others' entries, besides the entries
+    # that they selected.
     rounds: bool
 
 
@@ -95,7 +95,7 @@ VARIANTS = {
     ),
 }
 ALLREDUCES = {name: row(name) for name in ALGORITHMS} | VARIANTS
-# Those over two mesh axes, with every way to make nodes of the workers.
+# The allreduces over two mesh axes, with every way to group the workers into nodes.
 OUTER = {
     "topk_a": ALLREDUCES["topk_a"],
     "ok_topk": ALLREDUCES["ok_topk"],
@@ -113,7 +113,7 @@ OVER_NODES = {
 CODECS: dict[str, Callable[..., sc.Codec]] = {
     name: getattr(sc.wire, name) for name in helpers.CODECS
 }
-# With buckets that are short beside the vectors of the tests.
+# With buckets that are short compared with the vectors of the tests.
 SHORT_CODECS: dict[str, Callable[[], sc.Codec]] = {
     **{name: CODECS[name] for name in ("raw", "bf16", "narrow16", "narrow8")},
     **{f"qsgd{b}": functools.partial(sc.wire.qsgd, bits=b, bucket=16) for b in (2, 4, 8)},

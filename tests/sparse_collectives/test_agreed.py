@@ -1,7 +1,7 @@
 """Agreed and shared indices: against the reference, over steps, in words, and at their edges.
 
-That few bits starve none beside an entry far above is in tests/optax_ext/test_waits.py, and that
-sums of large numbers stay finite in tests/optax_ext/test_largest_gradients.py.
+tests/optax_ext/test_waits.py checks that few bits starve no entry next to a far larger one, and
+tests/optax_ext/test_largest_gradients.py that sums of large numbers stay finite.
 """
 
 import functools
@@ -35,7 +35,7 @@ SIZES = [(403, 8), *slow_rows((1, 3), (5, 8), (403, 2), (403, 3), (403, 7), (40_
 
 @pytest.mark.parametrize(("size", "workers"), SIZES)
 def test_equals_the_reference_over_steps(size, workers):
-    """Also entries that one worker has alone, of a part of another one."""
+    """This includes entries that only one worker has, in the part of another one."""
     density = 0.05
     (run, states), residual = agreed_steps(size, workers, density), 0.0
     parts = _partitions.make_partitions(size, workers)
@@ -48,7 +48,7 @@ def test_equals_the_reference_over_steps(size, workers):
         out, states = run(acc, states)
         total, expected = reference.step(acc, count, k_each, owner)
         np.testing.assert_allclose(out["total"][0], total, rtol=0, atol=1e-5)
-        # What was sent is gone to the last bit, on every worker; the rest is untouched.
+        # Sent entries are 0 to the last bit on every worker; the rest is untouched.
         np.testing.assert_array_equal(np.asarray(out["kept"]), expected.astype(np.float32))
         residual = np.asarray(out["kept"])
         assert out["info"].delivered[0] == np.sum(total != 0)
@@ -67,8 +67,8 @@ def test_what_waits_of_an_entry_that_went_is_a_rounding(bits, workers):
         # Additions of P float32.
         assert (np.abs(missing) <= workers * 2.0**-24 * np.abs(acc).sum(0)).all()
         if bits < 32:
-            # A quarter of a step, of which 2**(bits - 1) / P or half as many make the largest
-            # magnitude of a bucket. (A few that are larger than all that were selected are cut.)
+            # 1/4 of a step; 2**(bits - 1) / P steps, or half as many, make the largest magnitude of
+            # a bucket. (A few entries that are larger than all selected ones are cut.)
             sent = total[0] != 0
             share = np.median(np.abs(residual[:, sent])) / np.abs(acc[:, sent]).max()
             assert share < workers / 2**bits
@@ -85,7 +85,7 @@ def test_entries_of_other_parts_wait(bits):
     others = (np.asarray(out["sent"]) != 0) & (owner != np.arange(workers)[:, None])
     np.testing.assert_array_equal(out["info"].overflow, others.sum(axis=1))
     assert others.any(axis=1).all()
-    # But for those that their owner sends, with what all have of them.
+    # Except for entries that their owner sends, with the values of all workers.
     waits = others & (np.asarray(out["total"]) == 0)
     np.testing.assert_array_equal(out["kept"][waits], acc[waits])
 
@@ -101,7 +101,7 @@ def test_more_than_the_density_waits_in_turn():
         assert delivered.sum() == 40
         assert (np.asarray(out["info"].overflow) == 60).all()
         seen |= delivered
-    # The same entries are the first of equal ones at each step: it is they that take turns.
+    # The same entries are the first of equal ones at each step, and it is these that take turns.
     assert seen.sum() > 150
 
 
@@ -123,7 +123,7 @@ def test_what_is_not_finite_reaches_everyone_and_stays_with_nobody(bits, value):
 
 @pytest.mark.parametrize(("workers", "bits"), [(2, 8), (8, 8), (9, 10), (34, 10), (35, 16)])
 def test_few_bits_are_enough_for_fifteen_steps(workers, bits):
-    """And words are what the docstring says for 1 %; test_cost_model_programs.py counts them."""
+    """The words for 1 % are as in the docstring; test_cost_model_programs.py counts them."""
     assert _agreed.make_plan(10**6, 1000, workers, None, None).bits == bits
     assert _sums.half(bits, workers) >= 15
     load = Workload(10**6, 10**4, workers)
@@ -163,8 +163,8 @@ def test_integers_of_few_bits_add_up_exactly(workers, bits):
     np.testing.assert_array_equal(sums, integers.sum(0))
 
 
-# Magnitudes of a bucket, as powers of two, and the share of turns that an entry of each has at
-# least: at half of them a magnitude is drawn from the range of those that round to 0.
+# Magnitudes of a bucket, as powers of two, and the least share of turns for an entry of each: at
+# half of the turns a magnitude is drawn from the range of those that round to 0.
 MIXES = {
     "one far above": ([(255, 0), (1, 100)], 1 / 2),
     "all but one far above": ([(1, -60), (255, 60)], 1 / 2),
@@ -187,15 +187,15 @@ def test_no_value_of_a_bucket_rounds_to_zero_for_long(mix, largest):
         return _sums.rounded(values, _sums.of_slots(step, len(values)), largest) != 0
 
     served = np.asarray(jax.vmap(sent)(_reduce.turn(jnp.arange(turns), 0)))
-    # Four deviations below what is expected.
+    # Four deviations below the expected share.
     least = share - 4 * math.sqrt(share / turns)
     assert (served.mean(0) >= least).all()
-    # The largest is sent whole at half of the turns, or more.
+    # The largest is sent in full at half of the turns or more.
     assert served[:, exponents == exponents.max()].all()
 
 
 def shared_steps(acc, steps, *options, **named):
-    """Totals and what is left of ``acc f[P, n]``, which gets the same again at each step."""
+    """Totals and residuals of ``acc f[P, n]``, to which each step adds the same again."""
     workers, size = acc.shape
     allreduce, left = sc.allreduce.shared_random(*options, **named), acc
     run, states = completed(sc.select.topk(density=0.5), allreduce, size, workers)
@@ -219,7 +219,7 @@ def test_each_permutation_delivers_every_index_once_and_all_of_it(workers, size,
     had = np.asarray(acc)
     for total, kept, info in shared_steps(acc, 2 * turns, density):
         drawn = np.flatnonzero(total[0])
-        # All that all have at the drawn indices goes, and nothing else does.
+        # All workers' values at the drawn indices are sent, and nothing else.
         np.testing.assert_array_equal(total, np.tile(total[0], (workers, 1)))
         np.testing.assert_array_equal(total[0, drawn], had.sum(0)[drawn])
         assert not kept[:, drawn].any()
@@ -242,7 +242,7 @@ def test_another_seed_draws_others():
 
 @pytest.mark.parametrize("selected", [40, 0])
 def test_a_worker_gives_what_it_selected_and_nothing_where_it_selected_nothing(selected):
-    """So that a step can be skipped: all that the workers have stays with them."""
+    """Skipping a step relies on this: the workers keep all of their values."""
     allreduce, acc = sc.allreduce.shared_random(0.2), whole_numbers(3, 40)
 
     def step(acc):

@@ -1,4 +1,4 @@
-"""What every allreduce must hold, over the table of all of them."""
+"""The contract of every allreduce, over the table of all of them."""
 
 import math
 
@@ -15,7 +15,7 @@ SIZE, STEPS = 403, 4
 SELECTOR = sc.select.topk(density=DENSITY)
 EACH = ALLREDUCES | OVER_NODES
 KEEPS_OTHER_VALUES = {name for name, row in EACH.items() if row.rounds}
-# Each with more numbers of workers, in 16 bits of both kinds; the others are variants of them.
+# Tested with more numbers of workers and both 16-bit types; the others are variants of these.
 ALGORITHMS = {*table.ALGORITHMS, "agreed, few bits", "auto, which may be spardl"}
 ALGORITHMS |= {"ok_topk, as published"}
 ALGORITHMS -= {"leader", "dense_bucketed"}
@@ -23,13 +23,13 @@ ROWS = EACH | WITH_CODECS
 
 
 def initial(name, workers, shape=None):
-    """The state of the row before the first step; of nodes those of all workers."""
+    """The row's state before the first step; for nodes, the states of all workers."""
     allreduce = ROWS[name].allreduce
     return nodes.initial(allreduce, SIZE, shape) if shape else allreduce.init(SIZE, workers)
 
 
 def run_once(name, acc, state=None, shape=None):
-    """A step of the row, and in it the state for the next one; nodes of two, if not told."""
+    """A step of the row, with the state for the next one; nodes of two by default."""
     allreduce, workers = ROWS[name].allreduce, len(acc)
     if name in OVER_NODES:
         shape = shape or (workers // math.gcd(workers, 2), math.gcd(workers, 2))
@@ -43,7 +43,7 @@ def places(name):
     if name in OVER_NODES:
         return (1, 3), (3, 1), (2, 3), (4, 2)
     if name in WITH_CODECS:
-        # One more for one codec of each.
+        # One more number of workers for one codec of each allreduce.
         third = (3,) if list(WITH_CODECS).index(name) % 5 == 1 else ()
         return (*third, 7) if name.startswith("ok_topk") else (*third, 4, 7)
     if name == "ok_topk":
@@ -51,7 +51,7 @@ def places(name):
     return (2, 5, 7, 8) if name in ALGORITHMS else (3, 8)
 
 
-# Ok-Topk, and what compiles fast.
+# Ok-Topk, and rows that compile fast.
 QUICK = {
     "ok_topk": (3,),
     "topk_a": (2, 7),
@@ -106,7 +106,7 @@ def test_nothing_is_lost_all_workers_agree_and_the_state_keeps_its_types(row, wo
 
 
 def check_what_is_kept(name, out, where):
-    """What was sent; of the total of another one, or of an encoding, other tests say what."""
+    """Workers keep sent entries; other tests cover sums of others and rounding errors."""
     sent, kept, total = np.asarray(out["sent"]), out["kept"], np.asarray(out["total"][0])
     delivered = np.asarray(out["info"].delivered)
     if name not in KEEPS_OTHER_VALUES and name not in WITH_CODECS:
@@ -115,11 +115,11 @@ def check_what_is_kept(name, out, where):
         # A complete sum that is 0 waits.
         gone = total != 0 if name.startswith("complete") else slice(None)
         assert not kept[:, gone].any(), where
-        # Where a sum is dense, values that add up to 0 are no entries.
+        # If a sum is dense, values that add up to 0 are not entries.
         entries = (sent.any(axis=0).sum(), np.count_nonzero(total))
         assert np.isin(delivered, entries).all(), where
     if name.startswith("ok_topk"):
-        # What is not in the total stays as it is with all who had it, also where others round.
+        # Entries outside the total stay unchanged with their workers, also if others are rounded.
         counts = np.bincount(np.asarray(out["indices"][0]), minlength=SIZE + 1)[:SIZE]
         assert counts.max() <= 1, where
         assert (delivered == counts.sum()).all(), where
@@ -153,7 +153,7 @@ def test_density_one_with_room_for_all_is_a_dense_sum(place):
     """61 entries are a multiple of no number of workers but 1."""
     of_nodes, selector = isinstance(place, tuple), sc.select.topk(density=1.0)
     acc = helpers.hard_accumulators(math.prod(place) if of_nodes else place, 61)["normal"]
-    # The order of the sum differs from that of numpy.
+    # The order of the sum differs from NumPy's.
     expected = np.broadcast_to(acc.astype(np.float64).sum(axis=0), acc.shape)
     for allreduce in with_room_for_all_nodes(place[0]) if of_nodes else with_room_for_all(place):
         if of_nodes:
@@ -167,9 +167,9 @@ def test_density_one_with_room_for_all_is_a_dense_sum(place):
 QUICK_OF_ONE = LIGHT | {"complete ring_sparse", "ring_sparse", "ssar_recursive_double"}
 QUICK_OF_ONE |= {"ssar_split_allgather", "dsar_split_allgather", "gtopk", "gtopk, lossy"}
 QUICK_OF_ONE |= {"spardl, lossy", "auto, which may be spardl"}
-# What is delivered of a selection that was made without a view of the indices is less than it.
+# shared_random delivers only a part of a selection that was made without its view.
 SELECTED = [row for row in EACH if row != "shared_random"]
-# One worker encodes nothing, where the owner of an entry has it exactly.
+# One worker encodes nothing if the owner of an entry has it exactly.
 SELECTED += [row for row in WITH_CODECS if row.startswith("ok_topk")]
 
 

@@ -28,7 +28,7 @@ OK_TOPK = tuple(f"ok_topk, {codec}" for codec in table.LOSSY_CODECS)
 
 
 def ways_of(allreduce, size, workers):
-    """The traffic of each way that a step may take; of one way where there is no choice."""
+    """The traffic of each way that a step may take; one way if there is no choice."""
 
     def choices(kind, branches):
         return [
@@ -123,7 +123,7 @@ ON_A_MESH += OK_TOPK
     [
         ("topk_a", False, 3),
         ("ssar_recursive_double", True, 1),
-        # Of three workers recursive doubling folds one into another.
+        # With three workers, recursive doubling folds one into another.
         *(
             pytest.param(name, check_vma, 3, marks=pytest.mark.slow)
             for name in ON_A_MESH
@@ -174,7 +174,7 @@ def test_message_sizes_past_an_int32_are_no_error(name, workers):
 
 
 def test_what_is_the_same_on_all_workers_is_exchanged_under_vmap():
-    """Zeros to begin with, say, which vmap does not know to differ."""
+    """For example initial zeros, which vmap does not treat as different."""
 
     def step(x):
         mine = jnp.arange(12, dtype=jnp.int32).reshape(3, 4)

@@ -1,6 +1,6 @@
-"""What is wrong with a call is named, with what to write instead.
+"""Errors in a call are named, with the fix.
 
-A density and an accumulator of any selector are in test_selector_contract.py.
+test_selector_contract.py covers the density and the accumulator of every selector.
 """
 
 import math
@@ -20,7 +20,7 @@ TORUS = sc.allreduce.published.torus_2d()
 
 NUMBERS = (-0.1, math.nan, -math.inf, True, "0.1", None)
 COUNTS = (0, -1, 1.5, True, "32", None)
-# Wrong values of the options of whatever is made by that name.
+# Wrong values for the options of the part with that name.
 WRONG = {
     "mstopk": {"samplings": COUNTS},
     "bucketed": {"bucket": COUNTS},
@@ -54,7 +54,7 @@ WRONG = {
     "workload": {"size": (0,), "selected": (0, 11), "workers": (0,), "inner_size": (3,)},
     "measure": {"axis": ("bogus",), "rounds": (0,)},
 }
-# What has to be given besides.
+# Arguments that are also required.
 GIVEN = {
     "adtopk_threshold": {"density": 0.1, "steps": 10},
     "auto": {"density": 0.1, "latency": "5us", "bandwidth": "1Gbit"},
@@ -77,7 +77,7 @@ def test_a_wrong_option_is_named_with_its_value(name):
         for value in values:
             with pytest.raises((TypeError, ValueError), match=f"{option} must be") as raised:
                 made(name.partition(" ")[0], **{option: value})
-            # Of a list the value that is wrong.
+            # The wrong value of a list.
             assert repr(value).strip("[]") in str(raised.value)
 
 
@@ -111,7 +111,7 @@ def drawn_by_each(**options):
 
 A_PAIR = r"axis must be a pair \(outer, inner\).*torus_2d"
 CALLS = [
-    # Without an axis to tell the workers apart.
+    # Without an axis that distinguishes the workers.
     (lambda: drawn_by_each(same_on_all_workers=False), "only then.*=False and axis=None"),
     (lambda: drawn_by_each(axis="workers"), "only then.*=True and axis='workers'"),
     (lambda: drawn_by_each(same_on_all_workers=False, axis="workers"), "'workers' is not bound"),

@@ -1,6 +1,6 @@
-"""Allreduces around others: sums over nodes of workers, and complete sums; and dense sums.
+"""Allreduces around others, for sums over nodes and for full sums; and dense sums.
 
-Complete sums are the same with the indices alone, for fewer words.
+Full sums (``complete``) are the same if only indices are exchanged, for fewer words.
 """
 
 import itertools
@@ -122,7 +122,7 @@ def test_the_last_bucket_comes_first_and_none_waits_for_another():
     assert [variable.aval.shape for variable in sums] == [(1,), (3,), (3,), (3,)]
 
 
-# Complete sums.
+# Full sums.
 
 SIZE = 403
 SELECTOR = sc.select.topk(density=table.DENSITY)
@@ -156,7 +156,7 @@ def test_the_indices_alone_give_the_same_sums(name, options, workers):
                 mine, wrapped = getattr(out["info"], field), getattr(other["info"], field)
                 np.testing.assert_array_equal(mine, wrapped, case)
             assert (np.asarray(out["info"].words) < np.asarray(other["info"].words)).all(), case
-            # What is in the total waits nowhere.
+            # Entries of the total are in no residual.
             total, kept = np.asarray(out["total"][0]), np.asarray(out["kept"])
             gone = total != 0
             assert (kept[:, gone] == 0).all(), case
@@ -173,7 +173,7 @@ def words_of(allreduce, size, k, workers, **options):
     ).words
 
 
-# Of Ok-Topk without anything to balance, and with what a neighbour has room for.
+# Ok-Topk with nothing to balance, and with a surplus that fits into a neighbor's slots.
 @pytest.mark.parametrize(
     ("name", "workers"),
     [("ok_topk", 6), *slow_rows(*itertools.product(("ok_topk", "spardl"), (2, 3, 16, 100, 384)))],

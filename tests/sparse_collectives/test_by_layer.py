@@ -12,7 +12,7 @@ from tests.reference import selection, windows
 from tests.sparse_collectives.helpers import slow
 from tests.sparse_collectives.selecting import DTYPES, as_dtype, check, jitted, k_of
 
-# Two layers of one shape, rows of one entry and of no whole word, no entries at all.
+# Two layers of one shape, rows of one entry and of a partial word, and a layer without entries.
 SHAPES = ((3, 2, 4, 9), (9,), (70, 12), (70, 12), (0, 3), (), (33, 1), (1, 40))
 LAYOUT = sc.Layout(SHAPES)
 # Rows long enough for bounds from groups, in each of the memory orders.
@@ -40,7 +40,7 @@ def test_what_is_wrong_with_a_layout():
     selector = sc.select.published.adtopk(density=0.1)
     with pytest.raises(ValueError, match="acc has 5 entries"):
         selector.select(jnp.zeros(5), selector.init(LAYOUT))
-    # An axis that some layer has not.
+    # An axis that some layers do not have.
     sc.select.published.adtopk(density=0.1, row_axis=1).init(sc.Layout(((4,), (6, 1, 2))))
     for row_axis, shapes in ((-3, ((3, 2, 4), (2, 3))), (5, ((4,), (6, 1, 2)))):
         with pytest.raises(ValueError, match="row_axis"):
@@ -54,7 +54,7 @@ def test_what_is_wrong_with_a_layout():
     [
         *((LAYOUT, 0.1, axis) for axis in (-1, 0)),
         *((LONG, 0.01, -1), (LONG, 0.4, 0), (sc.Layout(((5, 7, 11), (2, 3, 70))), 0.1, 1)),
-        # At least one of each row, and everything.
+        # At least one entry of each row, and all entries.
         *((LAYOUT, density, -1) for density in (1e-9, 1.0)),
     ],
 )
@@ -145,7 +145,7 @@ def test_layers_of_one_size_draw_other_random_indices(around):
         np.testing.assert_array_equal(drawn[0], first.indices)
         sets = [set(row) for row in drawn]
         common += [len(a & b) for i, a in enumerate(sets) for b in sets[:i]]
-    # Of two independent draws of 100 of 1000 ten are in common, with a deviation of 2.9.
+    # Two independent draws of 100 of 1,000 have ten in common, with a deviation of 2.9.
     assert 9 < np.mean(common) < 11
     assert max(common) < 30
 
@@ -160,7 +160,7 @@ def test_threshold_follows_algorithm_2(drift, headroom):
     selector, select = jitted("adtopk_threshold", density=density, **options)
     layers = [selection.ThresholdLayer(x, density, steps, warmup, period) for x in layout.shapes]
     places = list(selection.slices(layout.shapes))
-    # Slots for the rows, or for all that passes.
+    # Slots for the rows, or for all entries that pass.
     slots = [len(selection.of_rows(np.ones(math.prod(x)), x, density, -1)) for x, _ in places]
     state, rng, waits = selector.init(layout), np.random.default_rng(1), 0
     base = rng.standard_normal(layout.size)

@@ -128,7 +128,7 @@ def test_expected_union_is_the_sum_of_the_papers_appendix_and_that_of_a_simulati
 
 def test_overlap_interpolates_and_extrapolates_by_an_effective_size():
     union = functools.partial(cost_model.expected_union, 10**6, 1000)
-    # Selections within 5000 of 10^6 places, as if the gradient were that short.
+    # Selections within 5,000 of 10^6 places, as if the gradient were that short.
     for workers, others in itertools.product((2, 16), (3, 64)):
         overlap = Overlap(cost_model.expected_union(5000, 1000, workers), workers)
         expected = cost_model.expected_union(5000, 1000, others)

@@ -1,4 +1,4 @@
-"""The words and messages that the cost model predicts are those of the traced programs."""
+"""The cost model predicts the words and messages of the traced programs."""
 
 import math
 
@@ -70,7 +70,7 @@ ALSO = {
     "gtopk": [(10**4, 100, 48)],
     "spardl": [(10**4, 100, 48)],
     "ssar_recursive_double": [(10**4, 700, 11)],
-    # From few entries, where a short form does, to more than a dense one holds.
+    # From a few entries, for which a short form is enough, to more than a dense form holds.
     "dsar_split_allgather": [(10**4, 10, 8), (10**4, 3000, 7)],
 }
 POINTS = [
@@ -126,7 +126,7 @@ def traces_for_long(name, codec, point):
 @pytest.mark.one_in(3)
 def test_words_and_messages_are_those_of_the_traced_program(name, codec, point):
     n, k, workers = point
-    # Two nodes, or as many as there are workers where these are an odd number.
+    # Two nodes, or as many nodes as workers if their number is odd.
     inner = workers // 2 if name in TWO_LEVELS and workers % 2 == 0 else 1
     load = Workload(n, k, workers, inner)
     estimate = cost_model.predict(name, load, codec)._asdict()
@@ -138,7 +138,7 @@ def test_words_and_messages_are_those_of_the_traced_program(name, codec, point):
             scopes = measured.by_scope(2)
             outer = sum(words for scope, words in scopes.items() if scope.endswith("/outer"))
             if "ok_topk" in name:
-                # The sum over the node is in the scope of what needs it.
+                # The sum over the node is in the scope of the code that needs it.
                 nodes = Workload(-(-n // inner), max(1, round(k / inner)), workers // inner)
                 least, _, most = _implementation.ok_topk_flags(nodes)
                 told = least if bound == "lower" else most
@@ -148,7 +148,7 @@ def test_words_and_messages_are_those_of_the_traced_program(name, codec, point):
         if name == "ssar_recursive_double" and bound == "upper":
             continue  # the next test
         assert estimate[bound].words == pytest.approx(outer, rel=1e-9), bound
-        # As many buckets as here are for a larger gradient, and what balances over nodes has more.
+        # This number of buckets is for larger gradients, and balancing over nodes adds messages.
         if name not in ("dense_bucketed", "hierarchical(ok_topk)"):
             each = (row.weight * MESSAGES[row.kind](row.group_size) for row in measured.collectives)
             messages = estimate[bound].messages + estimate[bound].inner_messages
@@ -167,7 +167,7 @@ def test_recursive_doubling_is_expected_to_be_typed_as_replicated(n, k, workers)
     ("n", "k", "workers", "way"),
     [
         pytest.param(20_000, 1000, 6, {"delivery": (0, 1)}, marks=pytest.mark.slow),
-        # Windows of so many workers would be long: a neighbour takes the surplus.
+        # Windows of this many workers would be long, so a neighbor takes the surplus.
         (100_000, 10_000, 64, {"balance": (0, 1, 0, 0)}),
     ],
     ids=["windows", "neighbours"],
@@ -224,13 +224,13 @@ def test_no_message_of_sparcml_is_longer_than_a_dense_one(name, workers, codec):
     codec = codec()
     whole = codec.encode_dense(jnp.zeros(N), jnp.uint32(0))[0].size
     region = codec.encode_dense(jnp.zeros(math.ceil(N / workers)), jnp.uint32(0))[0].size
-    # Beside `all_gather` and `all_to_all`, whose messages are of regions.
+    # Apart from `all_gather` and `all_to_all`, whose messages are of regions.
     most = {"collective_permute": whole if name == "ssar_recursive_double" else region}
     for k in (30, 300, 1000):
         got = messages_of(table.make(name, codec=codec), workers, k=k)
         for kind, words in got:
             assert words <= most.get(kind, region * (workers - 1)), k
-        # All of them are, where the selection is dense itself.
+        # All messages are as long as dense ones if the selection is dense.
         if k == 1000 and workers == 4:
             assert all(w == most.get(kind, region * (workers - 1)) for kind, w in got)
 
@@ -238,7 +238,7 @@ def test_no_message_of_sparcml_is_longer_than_a_dense_one(name, workers, codec):
 @pytest.mark.parametrize("workers", [*range(1, 18), 63, 64, 65, 100, 384, 1000, 1024])
 def test_every_part_of_a_block_of_spardl_reaches_its_owner_once(workers):
     plan = _halving.make_plan(10**6, 10**4, workers, 10**4)
-    # From whom the part of its own block at each distance came: it is the same for all.
+    # The sender of the part of a worker's own block, by distance; it is the same for all.
     parts = [[0] for _ in range(workers)]
     for step in plan.rounds:
         assert step.blocks <= step.distance < len(parts) <= 2 * step.distance

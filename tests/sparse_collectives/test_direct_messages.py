@@ -1,4 +1,4 @@
-"""Sums and gathers that are sent straight to where they are needed equal those of XLA."""
+"""Sums and gathers by direct messages equal XLA's."""
 
 import jax
 import jax.numpy as jnp
@@ -40,11 +40,11 @@ def values(shape, dtype, workers=WORKERS):
 
 
 def in_both_ways(function, mesh, x, spec, **options):
-    """What the function gives of each worker's row, and the text of its direct program."""
+    """The function's results for each worker's row, and the text of its direct program."""
     found, text = {}, ""
     for use in (False, True):
         with _direct.traced_with(use):
-            # Another function each time: a cache knows no setting.
+            # Another function each time, since the cache has no key for the setting.
             mapped = jax.shard_map(
                 lambda x: function(x[0]), mesh=mesh, in_specs=spec, out_specs=P(), **options
             )
@@ -121,7 +121,7 @@ def test_under_pmap_and_simulated():
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.one_in(2)
 def test_a_training_has_the_same_bits(mesh, every):
-    """The sums of `agreed` in few bits are integers, so that their order is no matter."""
+    """The sums of `agreed` in few bits are integers, so their order does not matter."""
     params = {"w": jnp.ones((32, 16))}
     x = jax.random.normal(jax.random.key(0), (8, 32))
     ended = {}

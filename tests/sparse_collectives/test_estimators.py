@@ -43,14 +43,14 @@ def made(name, density=K / SIZE):
 
 
 def check(name, out, acc, k=K, turn=0):
-    """What holds of every selection; returns the selected indices. DGC has the largest of many."""
+    """Checks of every selection; returns its indices. DGC takes the largest if there are many."""
     slots = min(acc.size, math.ceil(FACTORIES[name][2] * k))
     return check_passing(out, acc, slots, None if name == "dgc" else turn)
 
 
 @functools.cache
 def float16_vectors():
-    """Hard vectors rounded, and those at the ends of float16, whose sums do not fit it."""
+    """Rounded hard vectors, and vectors at the limits of float16, whose sums exceed it."""
     integers = np.random.default_rng(0).integers(-3, 4, SMALL).astype(np.float16)
     with np.errstate(over="ignore"):
         vectors = {name: x.astype(np.float16) for name, x in hard_vectors(SMALL).items()}
@@ -58,7 +58,7 @@ def float16_vectors():
     return vectors | {"smallest": integers * np.float16(2**-24), "largest": large}
 
 
-# A vector, and sizes below one row of the reductions, a multiple of it, and beside.
+# A vector, and sizes below one row of the reductions, a multiple of it, and next to a multiple.
 SIZES = ((SIZE, K / SIZE), (1, 0.1), (2048, 0.1), (2051, 1e-9))
 
 
@@ -74,8 +74,8 @@ def test_what_reaches_the_threshold_is_sent_as_far_as_there_are_slots(name):
         for turn, (case, acc) in enumerate(vectors.items()):
             out = select(acc, state)
             indices, state = check(name, out, acc, k_of(density, size), turn), out[1]
-            # Something is selected wherever there is something to select; two may find nothing: a
-            # sample without a hit, and a threshold of the step before.
+            # A selector finds an entry if there is one, except two: a sample may have no hit, and
+            # the threshold may be from the step before.
             if name not in ("dgc", "threshold_reuse"):
                 assert len(indices) >= min(1, np.count_nonzero(acc)), case
 
@@ -97,7 +97,7 @@ def test_sixteen_bits_select_what_float32_does(name, dtype):
     acc = as_dtype(laplace(SMALL), dtype)
     coo, _, info = out = select(acc, selector.init(SMALL))
     check(name, out, acc)
-    # Exact values: the same entries of the same magnitudes.
+    # Values are exact: the same entries have the same magnitudes.
     wide, _, wide_info = select(acc.astype(np.float32), selector.init(SMALL))
     np.testing.assert_array_equal(coo.indices, wide.indices)
     np.testing.assert_array_equal(np.asarray(coo.values, np.float32), wide.values)
@@ -182,7 +182,7 @@ def test_dgc_with_all_entries_as_the_sample_is_exact():
 def test_gaussian_k_is_right_for_normal_entries_and_selects_far_too_few_of_a_short_tail():
     rng = np.random.default_rng(0)
     size, k = 100_000, 1000
-    # Beside normal entries a wide body and no tail: two bumps at -1 and 1, and small entries.
+    # Besides normal entries, a wide body without a tail: two bumps at -1 and 1, and small entries.
     body = rng.choice([-1.0, 1.0], size) + 0.05 * rng.standard_normal(size)
     bumps = np.where(rng.random(size) < 0.5, body, 0.01 * body).astype(np.float32)
 
@@ -212,7 +212,7 @@ def test_the_stages_of_sidco_follow_the_count():
     assert stages[4] == 2
     assert max(stages) <= 4
     assert abs(math.log(selected[-1] / 1000)) < abs(math.log(selected[0] / 1000))
-    # And down again where far too many pass.
+    # The number of stages falls again if far too many entries pass.
     _, function = jitted("sidco", density=0.01, period=1)
     crowded = np.where(np.arange(100_000) % 10 == 0, 1, 1e-6).astype(np.float32)
     state = SIDCoState(state.count, jnp.int32(3), jnp.float32(0))

@@ -1,6 +1,6 @@
-"""What a codec loses is kept, and sums of finite numbers are finite.
+"""The rounding errors of codecs are kept, and sums of finite numbers are finite.
 
-What is delivered is decoded, and nothing is lost where a sum would not have been finite.
+Delivered values are decoded ones, and nothing is lost if a sum would not have been finite.
 """
 
 import math
@@ -15,7 +15,7 @@ from tests.sparse_collectives import helpers, table
 
 LOSSY = helpers.lossy_codec()
 K, DENSITY = 40, 0.2
-# Of 40 of 200 entries of 7 workers the sums of SparCML go dense on the way.
+# For 40 of 200 entries of 7 workers, the sums of SparCML become dense on the way.
 ROUNDED = [
     *(("topk_a", 4, {}), ("sparse_allgather", 4, {}), ("gtopk", 3, {}), ("spardl", 3, {})),
     *(("ok_topk", 3, {}), ("ok_topk", 8, {})),
@@ -46,7 +46,7 @@ def test_what_a_codec_loses_is_kept(name, workers, options):
             totals.append(total)
             assert np.abs(total).max() > 1
             assert np.asarray(out["kept"]).any()
-            # Also a worker's own values are the decoded ones.
+            # A worker's own values are also the decoded ones.
             np.testing.assert_array_equal(total * 256, np.round(total * 256))
             overflow = np.asarray(out["info"].overflow)
             if name in ("topk_a", "sparse_allgather"):
@@ -110,7 +110,7 @@ def step(allreduce, acc, state):
 
 
 def steps(allreduce, acc, number):
-    """What is put in, the total and the residual of each step, in float64."""
+    """The accumulator, the total and the residual of each step, in float64."""
     workers, largest = acc.shape[0], float(jnp.finfo(acc.dtype).max)
     state = allreduce.init(SIZE, workers)
     for _ in range(number):
@@ -124,16 +124,16 @@ def steps(allreduce, acc, number):
         total = np.asarray(out["total"]).astype(np.float64)
         assert (total == total[0]).all()
         yield before, total[0], residual
-        # A dropped sum may find an entry of its own: what is added up here may be larger.
+        # A dropped sum may meet the worker's own entry, so the sum here may be larger.
         acc = np.asarray(jnp.asarray(np.clip(residual, -largest, largest), acc.dtype))
 
 
 def all_cases():
-    """Exact pairs of each dtype, each codec of one; numbers of workers and dtypes in turn."""
+    """Exact pairs in each dtype, codecs in one; numbers of workers and dtypes take turns."""
     dtypes = ("float32", "bfloat16", "float16")
     for i, name in enumerate(CASES):
         exact = "raw" in name or name == "dense"
-        # Another one for the next codec.
+        # The next codec has another dtype.
         turn = i + i // len(OPTIONS)
         for j, dtype in enumerate(dtypes if exact else (dtypes[turn % 3],)):
             workers = (4, 7)[(turn + j) % 2]

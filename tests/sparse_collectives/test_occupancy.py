@@ -1,6 +1,6 @@
-"""`info.useful`: what of the words received is no padding.
+"""`info.useful`: the received words that are not padding.
 
-That it is never more than the words is held by the fuzz, for all that can be combined.
+The fuzz tests check for all combinations that it never exceeds the words.
 """
 
 import math
@@ -30,7 +30,7 @@ def normal(workers):
     return helpers.hard_accumulators(workers, SIZE)["normal"]
 
 
-# Of an allgather, and of SparDL, test_oracles.py compares them.
+# test_oracles.py compares them for an allgather and for SparDL.
 @pytest.mark.parametrize("name", ["dense", "dense_bucketed", *helpers.slow("gtopk")])
 def test_full_messages_have_no_padding_and_empty_ones_nothing_else(name):
     allreduce = table.make(name)
@@ -51,13 +51,13 @@ def test_recursive_doubling_of_disjoint_selections_is_full(workers):
     if workers == 4:
         assert useful == pytest.approx(words)
     else:
-        # Two hand over K, so that messages of 2 K slots have K or 2 K: 2, 2, 1, 1; then half are
-        # 4 K and half 2 K in slots for 4 K; the result is full.
+        # Two workers hand over K, so messages of 2 K slots have K or 2 K entries: 2, 2, 1, 1. Then
+        # half of them have 4 K and half 2 K in slots for 4 K; the result is full.
         assert useful * workers == pytest.approx(2 * K * (2 + 6 + 2 * 4 + 2 * 2 + 2 * 6))
 
 
 def selected_and_split(acc, width):
-    """What each selects, and the words of entries that leave for the owners of their regions."""
+    """Each worker's selection, and the words of entries that go to the owners of their regions."""
     selected = np.asarray(helpers.run_once(SELECTOR, table.make("dense"), acc)["sent"]) != 0
     owner = np.arange(SIZE) // width
     leaving = sum(int((row & (owner != worker)).sum()) for worker, row in enumerate(selected))
@@ -72,7 +72,7 @@ def test_a_sum_that_goes_dense_is_full():
     assert useful * workers == pytest.approx(split + width * workers * (workers - 1))
 
 
-# With more workers the sums go dense.
+# With more workers the sums become dense.
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, 3])
 def test_with_exact_pairs_the_useful_words_are_two_for_each_entry(workers):
@@ -85,7 +85,7 @@ def test_with_exact_pairs_the_useful_words_are_two_for_each_entry(workers):
     assert useful * workers == pytest.approx(split + gathered)
 
     useful, _ = occupancy(table.make("dsar_split_allgather", slack=math.inf), acc)
-    # With a count of each, and perhaps of dense regions.
+    # With a count from each worker, and perhaps dense regions.
     sent = useful * workers - split - workers * (workers - 1)
     dense = width * workers * (workers - 1)
     assert sent == pytest.approx(gathered) or sent == pytest.approx(dense)
@@ -127,13 +127,13 @@ def test_every_way_to_balance_counts_what_it_moves():
     exchanges = _plan.exchanges(plan, lambda slots, size: 2 * slots).balance
     counts, none = jnp.array([7, 0, 4, 1], jnp.int32), jnp.zeros((), jnp.int32)
     words = [_balance.words_of_branches(exchanges, counts, me, plan, none) for me in range(4)]
-    # Nothing; what flows on; the surplus; those whose rank belongs to another worker.
+    # Nothing; entries that flow on; the surplus; entries whose rank belongs to another worker.
     useful = [each.useful.tolist() for each in words]
     assert useful == [[0, 6, 6, 8], [0, 0, 0, 0], [0, 0, 0, 4], [0, 0, 0, 0]]
 
 
 @pytest.mark.slow
-# (With qsgd the sums go dense.)
+# (With qsgd the sums become dense.)
 @pytest.mark.parametrize("name", ["bf16", "narrow16", "narrow8"])
 def test_with_a_codec_slots_count_alike(name):
     codec = table.CODECS[name]()

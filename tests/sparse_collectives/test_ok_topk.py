@@ -41,8 +41,8 @@ def test_equals_topk_of_the_sum_of_topk_and_delivers_k_or_all_nonzeros(workers, 
         assert (np.asarray(out["info"].overflow) == 0).all(), name
         if name not in ("cancelling", "ties"):  # where a float32 sum may miss zero
             assert delivered == min(k, np.count_nonzero(np.asarray(out["sent"]).sum(axis=0))), name
-        # Sums of equal magnitude tie in exact arithmetic and not always in
-        # float32, and then another of them is taken: compare the magnitudes.
+        # Sums of equal magnitude tie in exact arithmetic but not always in float32, and then
+        # another of them is taken; so the magnitudes are compared.
         scale = np.abs(acc).max() * 1e-6 * workers
         np.testing.assert_allclose(
             np.sort(np.abs(got)), np.sort(np.abs(total)), rtol=1e-5, atol=scale, err_msg=name
@@ -55,7 +55,7 @@ def test_equals_topk_of_the_sum_of_topk_and_delivers_k_or_all_nonzeros(workers, 
 
 @pytest.mark.slow
 def test_a_bucket_is_reduced_before_the_next_one_has_arrived_which_waits_for_it():
-    """Section 3.1.1: communication in buckets, with the local reductions beside it."""
+    """Section 3.1.1: communication in buckets, overlapped with the local reductions."""
     allreduce = sc.allreduce.ok_topk(density=0.1, schedule="rotation", messages_in_flight=1)
 
     def step(values, indices):
@@ -96,7 +96,7 @@ def test_a_reused_global_threshold_delivers_k_at_most_and_follows_the_count():
     assert max(counts) <= 100
     assert counts[::8] == [100] * 4
     assert np.mean(counts) > 85
-    # Three times as many of the sums reach the threshold of the step before.
+    # Three times as many sums reach the threshold of the step before.
     out = helpers.run_once(selector, allreduce, acc, allreduce.init(size, workers))
     out = helpers.run_once(selector, allreduce, 3 * acc, helpers.next_state(out))
     assert out["info"].delivered[0] == 100
@@ -138,7 +138,7 @@ def test_ties_go_to_the_first_owners_and_there_to_the_lowest_rows():
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, 8])
 def test_workers_whose_mass_is_in_different_regions_do_not_crowd_any_owner(workers):
-    """Boundaries that are averaged over the workers leave most of this waiting at each step."""
+    """With boundaries averaged over the workers, most of this would not be sent in a step."""
     size, density = 12_000, 0.02
     k = round(density * size)
     rng = np.random.default_rng(8)
@@ -165,18 +165,18 @@ def test_windows_and_rounds_select_the_same(workers, monkeypatch):
     cases = helpers.hard_accumulators(workers, size)
 
     def run(cases):
-        # One that was not compiled before, with the other way.
+        # A new allreduce, which was not compiled with the other way.
         allreduce = sc.allreduce.ok_topk(density=density)
         return {name: helpers.run_once(selector, allreduce, acc) for name, acc in cases.items()}
 
-    # In each window more entries at the threshold than slots: it shows a part of what it should.
+    # Each window has more entries at the threshold than slots, and shows only some of them.
     rng = np.random.default_rng(0)
     full = np.zeros((workers, size), np.float32)
     for row in full:
         row[rng.choice(size, 100, replace=False)] = 1.0
     full[:, rng.choice(size, 100, replace=False)] = np.linspace(5, 9, 100, dtype=np.float32)
     cases["full windows"] = full
-    # The same, and a few of the larger ones come last, where the window has no room for them.
+    # The same, with a few of the larger entries last, for which the window has no room.
     late = np.zeros((workers, size), np.float32)
     large, few = 200 // workers, 16 // workers
     for worker, row in enumerate(late):
@@ -191,5 +191,5 @@ def test_windows_and_rounds_select_the_same(workers, monkeypatch):
     for name in cases:
         for field in ("total", "kept"):
             np.testing.assert_array_equal(at_once[name][field], by_rounds[name][field], name)
-    # Where the data are usual the windows are enough, and else the rounds come on top.
+    # The windows are enough for usual data; otherwise the rounds are added.
     assert at_once["normal"]["info"].words[0] < at_once["ties"]["info"].words[0]

@@ -1,4 +1,4 @@
-"""Options of Ok-Topk: regions that stay, balancing or none of it, and messages of several sizes."""
+"""Options of Ok-Topk: fixed regions, balancing or none, and messages of several sizes."""
 
 import functools
 import math
@@ -55,15 +55,15 @@ def test_equal_regions_stay_and_overflow_where_the_selection_is_uneven():
 
 @pytest.mark.slow
 def test_always_balancing_takes_a_block_and_never_leaves_what_does_not_fit():
-    """That it is not always the same that waits is in test_starvation.py."""
+    """test_starvation.py checks that it is not always the same entry that waits."""
     acc = np.random.default_rng(0).standard_normal((WORKERS, SIZE)).astype(np.float32)
     out = run(acc, regions="equal", balance="always")
     # A block of ceil(k / P) pairs to each of the others.
     scopes = words(regions="equal", balance="always")
     assert scopes["ok_topk/balance"] == 2 * 10 * (WORKERS - 1)
     assert round(float(out["info"].words[0])) == round(sum(scopes.values()))
-    # The first worker's region has all 13 entries that blocks have room for, of each
-    # worker other ones: 52 sums, of which 40 are selected, for 13 slots of the allgather.
+    # The first worker's region gets the 13 entries that fit a block from each worker, at
+    # different indices: 52 sums, of which 40 are selected, for 13 slots of the allgather.
     acc = np.zeros((WORKERS, SIZE), np.float32)
     for worker in range(WORKERS):
         acc[worker, 13 * worker : 13 * (worker + 1)] = 1 + np.arange(13)
@@ -73,7 +73,7 @@ def test_always_balancing_takes_a_block_and_never_leaves_what_does_not_fit():
     scopes = words(regions="equal", balance="never")
     assert "ok_topk/balance" not in scopes
     assert round(float(out["info"].words[0])) == round(sum(scopes.values()))
-    # What is even has room.
+    # An even selection has room.
     acc[:] = np.where(np.arange(SIZE) % 10, 0, 1 + np.arange(SIZE))
     out = run(acc, balance="never")
     np.testing.assert_array_equal(np.asarray(out["total"])[0], acc.sum(axis=0))
@@ -87,16 +87,16 @@ NARROW8 = {"codec": sc.wire.narrow8(block=8, escapes=0.0), "slack": math.inf}
 @pytest.mark.parametrize(
     ("workers", "changes", "options"),
     [
-        # Messages of several sizes: the same sums, for the words of the shortest that has room.
+        # Messages of several sizes: the same sums, for the words of the shortest that fits.
         (3, {"sizes": 4}, {"schedule": "all_to_all", "slack": math.inf}),
         (5, {"sizes": 4}, {"schedule": "rotation", "messages_in_flight": 2}),
         (4, {"sizes": 4}, {"regions": "balanced", "balance": "always"}),
         (4, {"balance": "always"}, {"regions": "equal", "slack": math.inf}),
         # A codec is compiled once for each size.
         (4, {"sizes": 2}, {"codec": sc.wire.narrow16()}),
-        # It decodes more slots than it encodes, and not the same more in each size.
+        # It decodes more slots than it encodes, by a number that depends on the size.
         (3, {"sizes": 2}, NARROW8),
-        # With room for everything in both: slack that is enough, and unlimited slack.
+        # Both have room for everything: sufficient slack, and unlimited slack.
         *(
             (5, {"schedule": "rotation", "messages_in_flight": n, "slack": math.inf}, {"slack": 10})
             for n in (1, 2, 100)
@@ -113,7 +113,7 @@ def test_the_result_has_the_same_bits(workers, changes, options):
 
 
 def expected_words(accs, k, sizes):
-    """From the counts of equal regions, by hand: exact pairs, nothing to balance."""
+    """By hand from the counts of equal regions: exact pairs, nothing to balance."""
     workers, size = accs.shape
     width = -(-size // workers)
     chosen = np.argsort(-np.abs(accs), axis=1)[:, :k]
@@ -135,7 +135,7 @@ def expected_words(accs, k, sizes):
 @pytest.mark.parametrize("seed", range(3))
 def test_a_step_takes_the_shortest_that_has_room(seed):
     workers, size, k, sizes = 4, 8000, 800, 5
-    # Each worker's regions are a little uneven, each seed's in another way.
+    # Each worker's regions are slightly uneven, in a different way for each seed.
     rng = np.random.default_rng(seed)
     accs = rng.standard_normal((workers, size)).astype(np.float32)
     accs += rng.standard_normal(size).astype(np.float32) * np.float32(0.5)
@@ -148,9 +148,9 @@ def test_a_step_takes_the_shortest_that_has_room(seed):
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [4, 8])
 def test_even_steps_take_what_messages_of_exact_size_would(workers):
-    """4 k (P-1)/P words, and the histograms of the threshold."""
+    """These are 4 k (P-1)/P words, and the histograms of the threshold."""
     size, k = 30_000, 12_000
-    # Of each region every worker selects k / P, and of the sums k / P are the largest.
+    # Every worker selects k / P entries of each region, which also has k / P of the largest sums.
     accs = np.full((workers, size), 1e-3, np.float32)
     value = np.linspace(1, 2, k // workers, dtype=np.float32)
     regions = accs.reshape(workers, workers, size // workers)
@@ -163,7 +163,7 @@ def test_even_steps_take_what_messages_of_exact_size_would(workers):
 
 @pytest.mark.slow
 def test_on_a_mesh_whose_groups_differ():
-    """All devices meet in a rotation, also those of groups that need less room."""
+    """All devices take part in a rotation, including groups that need less room."""
     mesh = helpers.mesh((2, 4), ("group", "workers"))
     made = allreduce(sizes=2, schedule="rotation", regions="equal", slack=math.inf)
     even, crowded = np.random.default_rng(0).standard_normal((2, 4, SIZE)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""The phases of Ok-Topk by themselves: regions, the global selection, and what balances it."""
+"""The single phases of Ok-Topk: regions, the global selection, and its balancing."""
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ def test_consensus_is_the_mean_of_boundaries_that_split_each_selection_evenly(wo
         return _state.consensus(coo, workers, "workers"), _state.local_boundaries(coo, workers)
 
     agreed, local = map(np.asarray, sc.simulate(agree, axis_size=workers)(indices))
-    # Not all rounded down, or the last region would grow by P / 2 places.
+    # Local boundaries are not all rounded down, or the last region would grow by P / 2 places.
     np.testing.assert_array_equal(
         agreed, np.tile(local.sum(0, dtype=np.int64) // workers, (workers, 1))
     )
@@ -71,7 +71,7 @@ def test_positions_are_a_bijection(workers, size):
         np.testing.assert_array_equal(region, np.asarray(owner)[:-1])
         if size < 10**6:
             np.testing.assert_array_equal(np.sort(positions.indices), np.arange(size + 1))
-            # Of each complete row every worker owns one index.
+            # Every worker owns one index of each complete row.
             complete = np.asarray(owner)[: size // workers * workers].reshape(-1, workers)
             assert (np.sort(complete, axis=1) == np.arange(workers)).all()
         np.testing.assert_array_equal(back.indices, padded)
@@ -86,8 +86,8 @@ def test_owners_change_from_step_to_step_and_have_equal_shares():
     ]
     assert 0.11 < (owners[0] == owners[1]).mean() < 0.14
     for owner in owners:
-        # A layer, every eighth index, a column of a matrix: m entries, with at most four
-        # times the spread of m throws of a die.
+        # A layer, every eighth index, a column of a matrix: the deviation of m entries is at
+        # most four times that in m throws of a die.
         for part in (owner[3000:3800], owner[5::8], owner[7::1000]):
             counts = np.bincount(part, minlength=workers)
             assert np.abs(counts - part.size / workers).max() < 4 * np.sqrt(part.size / workers)
@@ -123,7 +123,7 @@ CROWD = [18, 18, 18, 18, 2, 2, 2, 2]
         ("neighbours", [14, 10, 8, 8], 1.25),
         ("neighbours", [8, 8, 10, 14], 1.25),
         ("neighbours", [15, 25], 1.1),
-        # The neighbours have no room.
+        # The neighbors have no room.
         ("spread", CROWD, 1.25),
         ("spread", CROWD[::-1], 1.25),
         ("spread", [18, 2, 18, 18, 18, 2, 2, 2], 1.25),
@@ -163,13 +163,13 @@ def test_the_way_to_balance_is_the_shortest_that_has_room(branch, counts, slack)
     assert (np.max(moved) <= np.asarray(most)).all()
     assert np.max(moved) <= plan.gather_slots
     if branch == "all_to_all":
-        # Each its share of what there is.
+        # Each worker has its share of all entries.
         assert np.asarray(moved).tolist() == [k // workers] * workers
 
 
 def test_from_which_k_on_balanced_regions_keep_the_bound():
     def share(k, workers, size=10**8):
-        """Words of the worst of the first three branches, of 6 k (P-1)/P."""
+        """Words of the worst of the first three branches, as a share of 6 k (P-1)/P."""
         plan = _plan.make_plan(size, k, workers, regions="balanced")
         step = _plan.exchanges(plan, lambda slots, size: 2 * slots)
         most = max(branch.received(workers) if branch else 0 for branch in step.balance[:3])
@@ -178,7 +178,7 @@ def test_from_which_k_on_balanced_regions_keep_the_bound():
         words += step.consensus.received(workers) / _plan.REPARTITION_PERIOD
         return words / (6 * k * (workers - 1) / workers)
 
-    # The numbers of docs/design.md.
+    # The numbers are in docs/architecture.md.
     for workers, k in ((8, 580), (64, 1300), (256, 4000)):
         shares = [share(more, workers) for more in range(k, 4 * k, 7)]
         assert max(shares) <= 1

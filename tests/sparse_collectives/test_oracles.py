@@ -1,6 +1,6 @@
 """TopkA, the sparse allgather, gTop-k, SparDL and SparCML are the exchanges of their papers.
 
-What holds for all allreduces is in test_allreduce_contract.py.
+test_allreduce_contract.py has the tests for all allreduces.
 """
 
 import math
@@ -30,7 +30,7 @@ def gathered(selected):
     return 2 * (len(selected) - 1) * np.asarray([len(entries) for entries in selected])
 
 
-# The total, what is kept, and fields of the info.
+# The total, the kept entries, and fields of the info.
 
 
 def of_topk_a(selected, k, step):
@@ -71,9 +71,9 @@ ORACLES = {
         *(("sparse_allgather", workers, K, (0, 1, 2)) for workers in (2, 5)),
         *slow_rows(
             ("topk_a", 5, K, (0,)),
-            # Of a selection that is larger than k the k largest take part.
+            # If a selection is larger than k, its k largest entries take part.
             *(("gtopk", workers, k, (0,)) for workers, k in ((2, K), (3, K), (8, K), (3, 10))),
-            # k is no multiple of 3, 7 and 8; of a smaller selection all take part.
+            # k is no multiple of 3, 7 and 8; a smaller selection takes part as a whole.
             *(("spardl", workers, K, (0, 5)) for workers in (3, 2, 5, 7, 8)),
             *(("spardl", *row, (0,)) for row in ((5, 3), (8, 3), (6, 13), (7, 1), (3, 81))),
         ),
@@ -117,10 +117,10 @@ def test_dense_regions_are_sent_where_the_union_passes_delta(case, dense):
     out = helpers.run_once(sc.select.topk(density=0.2), allreduce, acc)
     np.testing.assert_allclose(out["total"][0], exact_total(out["sent"]), atol=1e-5)
     assert not np.asarray(out["kept"]).any()
-    # Of each owner's sum, after the split of section 5.3.2.
+    # The size of each owner's sum, after the split of section 5.3.2.
     owned = np.asarray(out["sent"]).any(axis=0).reshape(workers, -1).sum(axis=1)
     assert (np.asarray(out["info"].delivered) == owned.sum()).all()
-    # Forms of 25 pairs, of 50 pairs (delta of section 5.1, of 100 values) and of these values.
+    # The forms: 25 pairs, 50 pairs (delta of section 5.1 for 100 values), and the 100 values.
     form = sum(owned.max() > slots for slots in (25, 50))
     assert (form == 2) == dense
     one_hot = tuple(float(i == form) for i in range(3))
@@ -151,7 +151,7 @@ def test_the_switch_is_where_both_messages_have_the_same_words():
 )
 @pytest.mark.parametrize("name", WITH_SPARCML)
 def test_sums_of_dense_streams(name, workers, density, size):
-    """The switch is after some rounds, or before the first; of 5 indices some have no owner."""
+    """The switch is after some rounds, or before the first; with 5 indices, 3 owners have none."""
     room = table.ALGORITHMS[name].room if size < workers else {}
     allreduce = table.make(name, **room)
     for case in ("normal", "one region", "cancelling"):

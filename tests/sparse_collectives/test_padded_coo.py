@@ -1,6 +1,6 @@
-"""A PaddedCOO is a pytree whose padding counts for nothing, and what is made of its parts.
+"""A PaddedCOO is a pytree with inert padding; sets, windows and blocks are made from its parts.
 
-Sets, windows and blocks: that selections are exact, of any length, is in test_select_topk.py.
+test_select_topk.py checks that selections of any length are exact.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ def example(dtype=jnp.float32):
 @pytest.mark.parametrize("function", [to_dense, jax.jit(to_dense)])
 def test_to_dense_ignores_padding_and_keeps_the_dtype_and_subnormals(function, dtype):
     coo, dense = example(dtype)
-    # Also padding that carries a value.
+    # This includes padding with a value.
     carrying = dataclasses.replace(coo, values=jnp.where(coo.indices == SIZE, jnp.nan, coo.values))
     for result in (function(coo), function(carrying)):
         assert (result.dtype, result.shape) == (dtype, (SIZE,))
@@ -111,7 +111,7 @@ def test_pairs_must_be_pairs():
 
 # Sets.
 
-# Under one word, a full word, one entry more, and many words with a rest.
+# Less than one word, a full word, one entry more, and many words with a rest.
 SIZES = (1, 5, 31, 32, 33, 1000)
 
 
@@ -123,7 +123,7 @@ def test_a_set_holds_what_was_inserted_and_ranks_it(size):
         ranked, everything = _bitset.rank_index(words), jnp.arange(size, dtype=jnp.int32)
         return words, _bitset.contains(words, everything), _bitset.rank(ranked, everything)
 
-    # Nothing, some of it twice, in any order and with padding between, and then all.
+    # No entries, some of them twice, in any order and with padding between, and then all.
     order = np.random.default_rng(size).permutation(size).astype(np.int32)
     words, members = _bitset.empty(size), set()
     for chosen in (order[:0], order[: size // 3], order[: size // 2], order):
@@ -172,18 +172,18 @@ def test_each_entry_has_its_share_of_the_turns_and_waits_as_if_by_chance():
     served[np.arange(turns)[:, None], of_turns(np.arange(turns, dtype=np.int32))] = True
     # Five standard deviations.
     assert np.abs(served.mean(0) - 0.3).max() < 5 * np.sqrt(0.21 / turns)
-    # Neighbouring steps, and steps at some distance, are independent of each other.
+    # Successive steps, and steps at some distance, are independent of each other.
     for distance in range(1, 9):
         both = (served[distance:] & served[:-distance]).mean()
         assert both == pytest.approx(0.09, rel=0.02)
 
 
-# What the allreduces share.
+# Functions that the allreduces share.
 
 
 @pytest.mark.parametrize(("slots", "workers"), [(600, 12), (2**16 + 100, 2**16)])
 def test_split_by_owner_keeps_the_order(slots, workers):
-    """Also with so many that owner and slot do not fit one sort key."""
+    """This includes sizes at which owner and slot do not fit into one sort key."""
     count, capacity = slots - 100, 4
     rng = np.random.default_rng(6)
     owner = np.append(rng.integers(0, workers - 2, count), np.full(100, workers))
@@ -201,7 +201,7 @@ def test_split_by_owner_keeps_the_order(slots, workers):
 
 
 def test_reduce_blocks_adds_rows_one_after_the_other():
-    """No scatter has an index twice, whose order would be open on a GPU."""
+    """No scatter has an index twice, since the order of its additions is undefined on a GPU."""
     values = jnp.asarray([[1e8, 1.0], [-1e8, 0.0], [1.0, 2.0]], jnp.float32)
     indices = jnp.asarray([[4, 9], [4, 10], [4, 9]], jnp.int32)
     total = _merge.reduce_blocks([sc.PaddedCOO(values, indices, 10)], 10, jnp.float32)

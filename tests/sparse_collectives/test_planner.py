@@ -1,4 +1,4 @@
-"""The planner and `auto`: what they predict, what they choose, and the code to write."""
+"""The planner and `auto`: their predictions, their choices, and the code to write."""
 
 import math
 
@@ -145,7 +145,7 @@ def program(reducer, n, workers, k):
 @pytest.mark.parametrize("chosen", ["dense", *helpers.slow("ok_topk")])
 def test_auto_is_the_program_of_the_chosen_one(chosen):
     n, k, workers = 4000, 40, 4
-    # A latency that dwarfs the rest leaves the psum, which has the fewest messages.
+    # With a dominant latency, psum is chosen, which has the fewest messages.
     options = SLOWLY if chosen == "ok_topk" else {"latency": "1s", "bandwidth": "1Gbit"}
     options = {"density": k / n, "candidates": ["ok_topk"], **options}
     assert planner.explain_auto(n, workers, **options).name == chosen

@@ -1,4 +1,4 @@
-"""The planner on the command line: its advice, and one line for what is wrong."""
+"""The planner on the command line: its advice, and one line for each error."""
 
 import json
 import re
@@ -49,11 +49,11 @@ def test_the_recommendation_says_what_to_write_or_that_dense_is_the_answer(capsy
     last = advice(run(capsys, *SLOW, "--exact"))
     assert "times as fast" in last
     assert isinstance(eval(last.rsplit(": ", 1)[1], {"sc": sc}), sc.SparseAllreduce)
-    # Selection may cost more than it saves: which assumption decides, and what the other one says.
+    # Selection may cost more than it saves; the plan says which assumption decides that.
     fast = [*SLOW[:-1], "25Gbit"]
     out = run(capsys, *fast)
     assert advice(out).startswith("Use dense here")
-    assert "two CPU cores, which decides it. With --select-cost gpu it is" in out
+    assert "two CPU cores. With --select-cost gpu the answer is" in out
     assert not advice(run(capsys, *fast, "--select-cost", "gpu")).startswith("Use dense")
 
 
@@ -70,7 +70,7 @@ def test_the_devices_of_a_worker_have_parts_and_share_its_links(capsys, tmp_path
     )
     for field in ("size", "selected"):
         assert shared[field] == -(-whole[field] // 4)
-    # As much over the same links, and a quarter of it over each of four.
+    # The same time over shared links, and 1/4 of it with a link for each of four devices.
     dense = found(whole, "dense")["exchange"]
     assert found(shared, "dense")["exchange"] == pytest.approx(dense, rel=1e-2)
     assert found(alone, "dense")["exchange"] == pytest.approx(dense / 4, rel=1e-2)
@@ -104,7 +104,7 @@ def test_a_plot_or_what_to_install_for_it(capsys, tmp_path, monkeypatch):
     assert any(package.startswith("matplotlib") for package in packages)
 
 
-# Of each option, and of what comes behind it the last one is wrong.
+# Each option, with values whose last word is wrong.
 WRONG = {
     "--density": ("0", "1.5", "one", "1"),
     "--workers": ("0", "2.5", "1e12"),
@@ -121,7 +121,7 @@ WRONG = {
     "--measured": ("/does/not/exist", ""),
     "--bogus": ("",),
 }
-# Where it is argparse, or the system, that says what is wrong.
+# The messages of argparse or of the system.
 OTHERS_SAY = ("expected one argument", "No such file", "unrecognized", "are of two plans")
 
 
@@ -180,7 +180,7 @@ def test_steps_from_a_file_and_as_measured(tmp_path, capsys):
     for content, error in (("[1]", "must hold an object"), ("{", "is no JSON")):
         file.write_text(content)
         assert error in fails(capsys, "plan", *call, "--same-loss", str(file))
-    # The nearest case, by ratios; and none where it says nothing.
+    # The nearest case by ratios, and None if no case is near.
     cases = {(4, 0.01): 1.0, (16, 0.01): 2.0, (16, 0.015): 3.0}
     near = [(7, 0.01), (9, 0.011), (9, 0.02), (9, 0.03), (65, 0.01), (64, 0.015)]
     nearest = [_steps._nearest(cases, *case) for case in near]

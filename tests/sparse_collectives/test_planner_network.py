@@ -1,4 +1,4 @@
-"""The network of a plan: units of what is given, the fit of what is measured, and its file."""
+"""The network of a plan: the units of its arguments, the fit to measurements, and their file."""
 
 import json
 
@@ -116,7 +116,7 @@ def test_the_measure_command_says_where_its_fit_is_poor(capsys, monkeypatch):
 # The file of a measurement.
 
 MEASURED = [*SLOW[:6], "--measured"]
-# A file with these two is right.
+# A file with these two fields is correct.
 GOOD = {"latency": "1e-6", "bandwidth": "1e9"}
 
 
@@ -127,7 +127,7 @@ def measured_file(tmp_path, content):
 
 
 def having(**fields):
-    """JSON of a right file with other fields."""
+    """The JSON of a correct file with other fields."""
     return "{" + ", ".join(f'"{key}": {value}' for key, value in (GOOD | fields).items()) + "}"
 
 
@@ -168,7 +168,7 @@ def test_a_plan_is_of_the_measured_network_or_of_what_is_given(capsys, tmp_path)
     right = having(latency="1e-5", bandwidth="4e9")
     assert network(right) == pytest.approx((1e-5, 1e-9))
     assert network(right, "--latency", "1ms") == pytest.approx((1e-3, 1e-9))
-    # Also where the file has it wrong.
+    # This includes a value that is wrong in the file.
     given = network(having(bandwidth="Infinity"), "--bandwidth", "4GB/s")
     assert given == pytest.approx((1e-6, 1e-9))
 
@@ -181,6 +181,6 @@ def test_a_poor_fit_is_said_beside_the_plan(capsys, tmp_path, error, warned):
     if warned:
         assert f"by {error:.0%}" in out
     assert advice(out)
-    # Of the file nothing is used then.
+    # The file is not used then.
     out = run(capsys, *MEASURED, file, "--latency", "5us", "--bandwidth", "1Gbit")
     assert "Warning: " not in out

@@ -1,4 +1,4 @@
-"""Whole optimizers in the planner: what they cost, and what to write."""
+"""Whole optimizers in the planner: their costs, and the code to write."""
 
 import json
 import statistics
@@ -37,10 +37,10 @@ def test_what_a_worker_computes_is_what_was_measured(method, constant):
 
 
 # Runs of one method differ by up to 1.31 (sparse_adamw: 2.26 to 2.97 times dense), and the model's
-# median error is 21 %. The costs are those of 1 Gbit/s: the other link is a prediction.
+# median error is 21 %. The costs are from runs at 1 Gbit/s; the other link is a prediction.
 FACTOR = 1.3
-# Processes that share cores wait for one another in each collective, which the model leaves out: it
-# has ok_topk 28 % too fast where its local work is measured (docs/network.md), in the same runs.
+# Processes that share cores wait for one another in each collective, which the model leaves out:
+# with local work measured in the same runs, it has ok_topk 28 % too fast (docs/network.md).
 WITH_PAIRS = 1.6
 
 
@@ -82,7 +82,7 @@ def test_the_code_to_write_is_an_optimizer_that_steps(option):
     updates = sc.simulate(step, axis="data", axis_size=2)(given)
     assert {name: u.dtype for name, u in updates.items()} == {"w": jnp.float32, "b": jnp.float32}
     assert all(bool(jnp.all(jnp.isfinite(u))) for u in updates.values())
-    # At a density of a quarter a leaf may have to wait.
+    # At a density of 1/4 one leaf may have to wait.
     assert any(bool(jnp.any(u < 0)) for u in updates.values())
 
 
@@ -110,7 +110,7 @@ def test_what_to_write_is_a_whole_optimizer(capsys):
     assert "times as fast as a dense AdamW" in last
     made = eval(last.rsplit(": ", 1)[1], {"optax_ext": optax_ext, "rate": 0.1})
     assert isinstance(made, optax.GradientTransformation)
-    # What has a shorter step is named, and not recommended for that.
+    # Optimizers with a shorter step are named, and not recommended for that alone.
     assert any(
         line.startswith("no longer than sparse_adamw") and "powersgd(1)" in line for line in lines
     )
@@ -119,7 +119,7 @@ def test_what_to_write_is_a_whole_optimizer(capsys):
 
 
 def test_numbers_that_are_not_given_are_assumed_and_said(capsys):
-    said = "not given, and assumed: --density 0.05, that of sparse_adamw; --latency 100us"
+    said = "not given, and assumed: --density 0.05, the default of sparse_adamw; --latency 100us"
     assumed = run(capsys, *SMALL)
     assert assumed.splitlines()[0] == said
     given = run(capsys, *SMALL, "--density", "0.05", "--latency", "100us")

@@ -1,4 +1,4 @@
-"""Rounds over a link: their arithmetic, the choice, and what the loss is from."""
+"""Rounds over a link: their arithmetic, the choice, and the source of the loss."""
 
 import statistics
 
@@ -32,7 +32,7 @@ def test_a_step_waits_for_its_share_of_an_exchange():
         expected = row.step if row.every == 1 else max(busy, row.exchange / row.every)
         assert row.beside == pytest.approx(expected)
         assert row.words == pytest.approx(cost.words / row.every)
-        # With a link of that rate and no latency an exchange takes as long as a round.
+        # With a link of that bandwidth and no latency, an exchange takes as long as a round.
         free = sc.cost_model.network(0.0, row.needed / 8)
         assert cost.seconds(free) == pytest.approx(row.every * busy)
 

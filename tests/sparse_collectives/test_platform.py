@@ -1,4 +1,4 @@
-"""The forms for GPUs give the bits of those for everything else; a CPU runs both."""
+"""The GPU forms have the same bits as the portable forms; a CPU runs both."""
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +15,11 @@ RNG = np.random.default_rng(0)
 
 
 def of_both(function, *args):
-    """What each form gives, compiled."""
+    """The result of each form, compiled."""
     results = []
     for form in ("portable", "gpu"):
         with _platform.traced_for(form):
-            # Another function each time: a cache knows no forms.
+            # Another function each time, since the cache has no key for the form.
             results.append(jax.jit(lambda *a: function(*a))(*args))
     return results
 
@@ -82,7 +82,7 @@ def test_what_is_computed_once_is_what_the_other_branch_gives_where_it_is_not_wo
 @pytest.mark.parametrize("kind", ["apart", "two", "padded", "subnormal", "largest"])
 @pytest.mark.one_in(3)
 def test_the_kth_magnitude_by_interpolation_of_what_is_not_straight(kind, k):
-    """Far apart, at two places, behind padding, and where patterns are no logarithms."""
+    """Values far apart, at two places, after padding, and with patterns that are no logarithms."""
     values = {
         "apart": np.float32(10.0) ** RNG.integers(-37, 38, 1000),
         "two": np.where(np.arange(1000) < 31, 1e30, 1e-30),
@@ -134,7 +134,7 @@ def test_what_a_trace_is_for():
 def test_selectors_step_after_step(name):
     size = 200_000
     steps = [RNG.standard_normal(size) * (1 + 0.2 * step) for step in range(3)]
-    # Then with more at the k-th magnitude than there are slots, and with less than k.
+    # Then more entries at the k-th magnitude than slots, and fewer than k entries.
     steps += [np.round(steps[0]), np.where(np.arange(size) < 900, 1.0, 0.0)]
     selector = table.SELECTORS[name](0.01)
     states = [selector.init(size)] * 2
@@ -163,7 +163,7 @@ OPTIONS = {
 def test_allreduces_of_hard_data(name):
     cases, found = helpers.hard_accumulators(4, 600), {}
     for form in ("portable", "gpu"):
-        # Of each its own: the programs of one are compiled once.
+        # Each form has its own, since the programs of an instance are compiled once.
         selector = sc.select.topk(density=0.05)
         allreduce = table.make(name.partition(",")[0], 0.05, **OPTIONS[name])
         with _platform.traced_for(form):
@@ -186,7 +186,7 @@ def test_a_program_holds_the_form_of_its_platform():
     }
     assert texts["cuda"].count("stablehlo.while") < texts["cpu"].count("stablehlo.while")
     assert texts["rocm"].count("stablehlo.while") == texts["cuda"].count("stablehlo.while")
-    # A platform that is neither has the portable form.
+    # Any other platform uses the portable form.
     assert texts["tpu"].count("stablehlo.while") == texts["cpu"].count("stablehlo.while")
     assert not any("stablehlo.case" in text and "platform" in text for text in texts.values())
 
@@ -208,5 +208,5 @@ def test_a_step_of_agreed_that_is_large_enough_to_have_branches(bits):
     acc = jnp.asarray(RNG.standard_normal((workers, size)) ** 3, jnp.float32)
     total, residual = same(sc.simulate(step, axis="workers", axis_size=workers), acc)
     np.testing.assert_allclose(total[0] + np.sum(residual, 0), np.sum(acc, 0), atol=1e-4)
-    # Ties at the last magnitude aside, each of two workers has chosen its share.
+    # Apart from ties at the last magnitude, each of the two workers has chosen its share.
     assert np.count_nonzero(total[0]) == pytest.approx(0.06 * size, rel=0.01)

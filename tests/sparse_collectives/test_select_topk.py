@@ -36,7 +36,7 @@ def check_topk(out, acc, k):
     assert info.overflow == 0
     np.testing.assert_array_equal(info.threshold, np.float32(selection.kth_magnitude(acc, k)))
     assert (state.shape, state.dtype) == ((), np.float32)
-    # Whatever was seen or guessed, the next step starts from a magnitude.
+    # The next step always starts from a magnitude.
     assert np.isfinite(state)
     assert state >= 0
     return state
@@ -50,7 +50,7 @@ def steps_of(accs, density=DENSITY, state=0.0):
 
 
 def misleading(kind, seed=0):
-    """Large values only where the sample looks, or only where it does not."""
+    """Large values only at sampled places, or only at the others."""
     stride, _, _ = _kth_magnitude._plan(LARGE, K)
     looked_at = np.arange(LARGE) % stride == 0
     scale = np.where(looked_at == (kind == "only in the sample"), 1, 1e-4)
@@ -70,7 +70,7 @@ def test_small_vectors_are_exact(dtype, density):
     st.sampled_from(selection.HARD_NAMES),
     st.integers(0, 2**32 - 1),
     st.one_of(st.floats(width=32), st.floats(0, 8, width=32)),
-    # One word of a bit mask, a bit less or more, and many words with a rest.
+    # One word of a bit mask, one bit less or more, and many words with a rest.
     st.sampled_from([(size, d) for size in (1, 5, 31, 32, 33, SMALL) for d in (1e-9, 1 / 3, 1.0)]),
 )
 def test_vectors_by_seed_and_guess_are_exact(name, seed, guess, small):
@@ -113,7 +113,7 @@ def test_vmap_gives_the_same_bits_whether_a_lane_falls_back_or_not(size):
     density = DENSITY if size == LARGE else 0.1
     lanes = [hard_vectors(size)[name] for name in ("normal", "few nonzeros", "not finite")]
     lanes += [misleading(kind)[:size] for kind in MISLEADING]
-    # Some lanes' guesses fit, the others fail upwards, downwards and without any.
+    # Some lanes' guesses fit; the others fail upwards, downwards or without a guess.
     guesses = np.array([2.5, 1e9, 1e-9, 0, math.nan], np.float32)
     selector, select = topk(density=density)
     batched = jax.jit(jax.vmap(selector.select))(np.stack(lanes), guesses)
@@ -124,7 +124,7 @@ def test_vmap_gives_the_same_bits_whether_a_lane_falls_back_or_not(size):
 
 
 def test_few_are_candidates_where_the_data_do_not_conspire():
-    """At least k, and not too many, after a step as by the sample."""
+    """At least k and not too many, from the step before and from the sample."""
     _, state, _ = topk(density=DENSITY)[1](hard_vectors(LARGE)["normal"], np.float32(0))
     other = selection.hard_vector("normal", LARGE, seed=5)
     assert K <= len(selection.passing(other, float(state))) <= 1.4 * K

@@ -1,4 +1,4 @@
-"""What every selector must hold, over the table of all of them."""
+"""The contract of every selector, over the table of all of them."""
 
 import math
 
@@ -27,13 +27,13 @@ from tests.sparse_collectives.selecting import (
 from tests.sparse_collectives.table import SELECTOR_VARIANTS, SELECTORS
 
 ALL = SELECTORS | SELECTOR_VARIANTS
-# Those whose thresholds are estimated: all compile fast.
+# Selectors with estimated thresholds; all of them compile fast.
 ESTIMATED = {"gaussian_k", "redsync", "sidco", *SELECTOR_VARIANTS}
-# For those that select by layer: two of one shape.
+# For selectors by layer; two layers have the same shape.
 LAYOUTS = {SMALL: sc.Layout(((4, 100), (4, 100), (203,))), LARGE: sc.Layout(((350, 400), (1,)))}
 
 
-# Those that select k entries, whatever the distribution.
+# Selectors of k entries, whatever the distribution.
 EXACT = ("topk", "threshold_reuse", "mstopk", "random_k", "threshold", "adtopk", "layerwise")
 QUICK_STATES = ESTIMATED | {"topk", "threshold_reuse", "random_k", "threshold"}
 
@@ -97,7 +97,7 @@ def test_jit_vmap_and_eager_select_the_same(name, size):
         expected = select(acc, state)
         coo, info = jax.tree.map(lambda leaf, lane=lane: leaf[lane], (batched[0], batched[2]))
         assert_same_bits(coo, expected[0])
-        # Unoptimized, XLA adds up what a threshold is fitted to in another order in a batch.
+        # Without optimizations, XLA sums the data of a threshold's fit in another order in a batch.
         np.testing.assert_allclose(info.threshold, expected[2].threshold, rtol=1e-6)
         assert_same_bits(info._replace(threshold=()), expected[2]._replace(threshold=()))
         if (size == LARGE) == (name == "topk") and lane != 2:
@@ -120,7 +120,7 @@ def test_runs_where_varying_types_are_checked(name):
     np.testing.assert_array_equal(jax.jit(mapped)(acc), expected)
 
 
-# Of a schedule the density falls, and what is above the threshold of another step is not all.
+# A schedule's density falls, and a threshold from another step does not select everything.
 OF_EVERYTHING = sorted(ALL.keys() - {"scheduled", "adtopk_interleaved", "adtopk_threshold"})
 
 
@@ -176,7 +176,7 @@ def test_lowers_for_cuda(name):
     assert "stablehlo" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
-# What is wrong with a call: a message names the argument, what came, and what to write.
+# Errors in a call: the message names the argument, its value and the fix.
 
 
 def refused(error, words, function, *args):

@@ -58,7 +58,7 @@ def test_mstopk_is_the_algorithm_of_the_paper(size, density, samplings, dtype, s
             out = select(acc, state)
             state, indices = out[1], check(out, acc, k)
             assert len(indices) == min(k, np.count_nonzero(acc)), name
-            # Where neighbors are one rounding apart, that of the threshold decides.
+            # If neighbors are one rounding apart, the rounding of the threshold decides.
             if name not in SUBNORMAL and (samplings == 30 or name != "neighbors"):
                 expected = selection.mstopk(acc, k, samplings, step)
                 np.testing.assert_array_equal(indices, expected, err_msg=f"{name} {step}")
@@ -68,7 +68,7 @@ def test_mstopk_is_the_algorithm_of_the_paper(size, density, samplings, dtype, s
     ("case", "size"), [("normal", SIZE), ("heavy tail", SIZE), *slow_rows(("period", LARGE))]
 )
 def test_thirty_samplings_of_mstopk_find_the_exact_selection(case, size):
-    """Also of a period that a strided sample sees only in part, and at extreme scales."""
+    """This includes a period that a strided sample sees only in part, and extreme scales."""
     k = k_of(0.01, size)
     for seed in range(3):
         acc = selection.hard_vector("normal" if case == "period" else case, size, seed)
@@ -87,7 +87,7 @@ def test_thirty_samplings_of_mstopk_find_the_exact_selection(case, size):
     ("size", "density", "bucket", "dtype"),
     [
         (SIZE, 0.5, 97, "bfloat16"),
-        # One of each, and a bucket larger than n.
+        # One entry of each bucket, and a bucket larger than n.
         (640, 1e-6, 64, "float32"),
         (SIZE, 0.1, 2**20, "float32"),
         *slow_rows(

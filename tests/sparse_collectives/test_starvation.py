@@ -1,16 +1,16 @@
-"""No index waits for ever in an exchange, also in data with a period.
+"""No index waits without end in an exchange, even in data with a period.
 
-That selectors have the same windows is in test_estimators.py and test_threshold_reuse.py.
+test_estimators.py and test_threshold_reuse.py check that selectors have the same windows.
 
 A window over the ranks of too many entries that moves on by its own length is in phase
-with data of some period: entries that stay are never in it, and those that it serves
-come back in time. Such data are made for periods 1 to 8 (``crowds``) and run through every
+with data of some period: entries that stay are never in it, and served entries return
+in time. ``crowds`` makes such data for periods 1 to 8, and they run through every
 place in which entries wait for a slot.
 
 A window that starts at a hash of the step has an entry with probability c / C, with c
-slots for C entries, whatever happened before. Of T waits, one of m steps or more then
-occurs with probability T (1 - c/C)^m at most, and the bounds below have 1e-6 for that.
-The hash is fixed, so that a run of these tests is like any other.
+slots for C entries, whatever happened before. A wait of m steps or more is among T waits
+with probability T (1 - c/C)^m at most, and the bounds below set that to 1e-6.
+The hash is fixed, so all runs of these tests are alike.
 """
 
 import functools
@@ -31,12 +31,12 @@ from tests.reference.windows import PERIODS, crowds, longest_run, longest_wait
 from tests.sparse_collectives import table
 from tests.sparse_collectives.helpers import slow_rows
 
-# Two places by themselves, whether the watched entry has a slot: the others are crowded in
-# the selectors and in the algorithms below.
+# Two single places, which return whether the watched entry has a slot; the other places are
+# crowded in the selectors and in the algorithms below.
 
 
 def _entries(mask):
-    """A PaddedCOO of the entries that are there, among others in front and behind."""
+    """A PaddedCOO of the entries that are there, with unused indices before and after them."""
     slot = jnp.arange(mask.shape[0])
     order = jnp.argsort(jnp.where(mask, slot, mask.shape[0]))
     indices = jnp.where(slot < jnp.sum(mask), 100 + order, mask.shape[0] + 200)
@@ -47,7 +47,7 @@ def _of_gaps(mask, count, watched, capacity):
     """A codec of gaps; each entry takes one slot, and none is an escape."""
     form = _gaps.GapFormat(base=255, digit_bits=8, digits=1)
     coo = _gaps.as_rows(_entries(mask))
-    # One slot more: where a window is joined there may be an escape.
+    # One slot more, since there may be an escape at the joint of a window.
     slots = _gaps.lay_out(coo, capacity + 1, form, _reduce.turn(count, 0))
     place = jnp.where(coo.indices[0] == 100 + watched, slots.place[0], capacity + 1)
     return jnp.any(place <= capacity)
@@ -86,7 +86,7 @@ def test_no_entry_starves_in_a_place(place, capacity, most):
 class Place(NamedTuple):
     """One place of an algorithm with c slots, and how to crowd it."""
 
-    # Of the allreduce, from P and c.
+    # The options of the allreduce, from P and c.
     options: Callable[[int, int], dict[str, Any]]
     # Entries that each worker selects at most, as a multiple of c.
     selected: Callable[[int], float]
@@ -96,12 +96,12 @@ class Place(NamedTuple):
 
 
 def _split(**options):
-    """Blocks of c slots, of a worker that has up to P c entries for one owner."""
+    """Blocks of c slots, for a worker that has up to P c entries for one owner."""
     return Place(lambda P, c: options, lambda P: P, lambda P: [0], lambda P: min(P, 2.5))
 
 
 def _later(holders, options):
-    """Where c entries of each of the holders come together."""
+    """A place where c entries of each of the holders come together."""
     return Place(options, lambda P: 1, holders, lambda P: 2)
 
 
@@ -131,7 +131,7 @@ CROWDED = {
 
 @functools.cache
 def simulated(selector, allreduce, workers, steps):
-    """Whether the watched index was in the total, at each step, and what overflowed."""
+    """Whether the watched index was in the total at each step, and the overflow."""
 
     def run(gradients, period, watched):
         def step(carry, t):
@@ -164,10 +164,10 @@ def feeding(who, holders, workers, size):
     return gradients
 
 
-# All that is not zero.
+# It selects all nonzero entries.
 _selector = functools.cache(lambda density: sc.select.threshold(magnitude=0, density=density))
 
-# One with each place; the others differ in what is around it.
+# One case for each place; the others have the same place in another algorithm.
 QUICK = ("ok_topk", "ok_topk, what fits", "ssar_split_allgather, allgather")
 QUICK += ("dsar_split_allgather", "ring_sparse, on the way")
 CASES = [(name, 3, 12, (2, 3, 5), 100) for name in QUICK]
@@ -201,6 +201,6 @@ def test_no_index_starves_in_an_algorithm(name, workers, capacity, periods, step
         assert (delivered == delivered[0]).all()
         # Some of the crowd waited at nearly every step: the place was crowded.
         assert np.mean(overflow[0] > 0) > 0.8, period
-        # What waited is still there when others come.
+        # Waiting entries are still there when others come.
         allowed = longest_wait(steps, capacity, who.present.shape[1])
         assert longest_run(~delivered[0]) < allowed, period

@@ -32,7 +32,7 @@ def normals(step, size=SIZE):
 
 
 def step(acc, state, k=K, **options):
-    """A step, and what holds at each: the state, info, and the selected indices."""
+    """Takes a step and checks it; returns the state, the info and the selected indices."""
     capacity = min(acc.size, math.ceil((1 + options.get("headroom", 0.25)) * k))
     out = select_reuse(**options)(acc, state)
     return out[1], out[2], check_passing(out, acc, capacity, int(state.count))
@@ -82,7 +82,7 @@ def test_the_first_threshold_is_exact_for_hard_vectors(servo):
     for acc in hard_vectors(SIZE).values():
         _, info, _ = step(acc, reuse(servo=servo).init(SIZE), servo=servo)
         np.testing.assert_array_equal(info.threshold, np.float32(selection.kth_magnitude(acc, K)))
-        # And what is reported is what was done behind any other one.
+        # The report is also correct after any other vector.
         later, _, _ = step(acc, later, servo=servo)
 
 
@@ -92,16 +92,16 @@ def test_the_servo_keeps_the_count_where_reuse_alone_drifts(kind):
     servo, without, fixed = (process(kind, servo) for servo in (True, False, "fixed"))
     assert np.abs(servo.selected - K).mean() <= 0.05 * K
     assert np.abs(without.selected - K).mean() >= 0.15 * K
-    # What passes, and not only what finds a slot.
+    # All entries that pass, including those without a slot.
     servo, without, fixed = (info.selected + info.overflow for info in (servo, without, fixed))
     assert without.max() > 3 * K
     assert 0.8 * K < servo.min() <= servo.max() < 1.2 * K
-    # A step may end with up to 4k/3, or, where it could not raise enough, with more.
+    # A step may end with up to 4k/3, or with more if it could not raise the threshold enough.
     assert np.abs(fixed - K).mean() < 0.4 * np.abs(without - K).mean()
 
 
 def test_fixed_factors_are_those_of_the_published_program():
-    # Growth that no raise is needed for, one that some make up for, and one that none does.
+    # Growth that needs no raise, growth that some raises make up for, and growth beyond any raise.
     factors = [1, 1.001, 1.05, 1.3, 1.3, 0.95, 0.7, 0.9, 1, 1, 0, 1e3]
     options = {"servo": "fixed", "period": 999, "headroom": 9.0}
     state, threshold, raises = reuse(**options).init(SIZE), None, []
@@ -125,7 +125,7 @@ def test_fixed_factors_are_those_of_the_published_program():
 
 
 def changed(name, x):
-    """What a step has in the place of ``x``; by which factor, if it is one."""
+    """The vector that a step gets instead of ``x``."""
     index, one, ten = np.arange(SIZE), x * np.float32(1), np.arange(SIZE) % 10 == 0
     return {
         "zeros": one * 0,
@@ -144,7 +144,7 @@ def test_the_count_recovers_within_three_steps(change, held):
         acc, after = normals(count), count - 5
         if 0 <= after < held:
             acc = (acc * np.float32(change)) if scaled else changed(change, acc)
-        # No periodic evaluation comes to help.
+        # No periodic evaluation helps.
         state, info, _ = step(acc, state, period=10**6)
         if after < 0 or after >= held + 3 or (scaled and 3 <= after < held):
             assert abs(int(info.selected) - K) <= 0.05 * K, f"step {count}"

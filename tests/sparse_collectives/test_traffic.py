@@ -67,13 +67,13 @@ def test_words_of_each_collective(P, name):
 @pytest.mark.parametrize(
     ("fn", "P", "words"),
     [
-        # Of a worker with itself nothing moves.
+        # A worker sends nothing to itself.
         (permuted((0, 1), (1, 0), (2, 2), (3, 3)), 4, N / 2),
         # Workers without a source lower the mean.
         (permuted((0, 1), (1, 2)), 8, N * 2 / 8),
         (lambda x: x + 1, 4, 0),
         (lambda x: lax.all_gather(x, "w", axis_index_groups=[[0, 1], [2, 3]]), 4, N),
-        # Members of a batch are on one worker: their sum is what is exchanged.
+        # The members of a batch are on one worker, which exchanges their sum.
         (
             lambda x: jax.vmap(lambda row: lax.psum(row, ("w", "batch")), axis_name="batch")(
                 x.reshape(6, -1)
@@ -159,11 +159,11 @@ def test_words_under_pmap():
     assert [(row.kind, row.words) for row in measured.collectives] == [("all_reduce", PSUM)]
 
 
-# What the meter can not read.
+# Programs that the meter cannot read.
 
 
 def bind(primitive_name, x, /, **parameters):
-    """A primitive that the meter has never heard of."""
+    """A primitive that the meter does not support."""
     primitive = jax.extend.core.Primitive(primitive_name)
     primitive.def_abstract_eval(lambda aval, **_: aval)
     return primitive.bind(x, **parameters)

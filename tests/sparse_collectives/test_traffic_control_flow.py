@@ -43,7 +43,7 @@ PERIODIC = [
     scoped(lambda x: lax.cond(x[0] > 0, psum, rotate, x), "again.every64"),
     scoped(lambda x: lax.cond(x[0] > 0, rotate, psum, x), "again.every64"),
 ]
-# The outer scope is that of a choice of its own.
+# The outer scope belongs to a choice of its own.
 BOTH = {"algorithm": (1, 0, 0), "balance": (0, 1, 0)}
 
 
@@ -111,7 +111,7 @@ WORDS = {
     "the worst of two branches": (one_branch_of_two, {}, PSUM),
     "the best of two branches": (one_branch_of_two, {"conditional": "best"}, 0),
     "the worst of three": (three_branches, {}, 3 * N),
-    # A period is that of the heavier branch, whichever it is.
+    # The period applies to the heavier branch, whichever it is.
     "a period": (PERIODIC[0], {}, PSUM / 64 + N * 63 / 64),
     "a period of the other branch": (PERIODIC[1], {}, PSUM / 64 + N * 63 / 64),
     "a period, best": (PERIODIC[0], {"conditional": "best"}, PSUM / 64 + N * 63 / 64),

@@ -77,7 +77,7 @@ def test_raw_keeps_subnormals_outside_of_jit():
     np.testing.assert_array_equal(bits(decoded), bits(subnormals))
 
 
-# Gaps with escapes: what does not fit is said, and is not always the same.
+# Gaps with escapes: entries that do not fit are reported, and are not always the same.
 
 GAPS = {
     "narrow16": sc.wire.narrow16(escapes=0.0),
@@ -127,7 +127,7 @@ def test_any_indices_in_any_order(name, indices, ascending, seed):
     assert not (sent & ~used).any()
     if name == "narrow16, room" or used.sum() <= 6:
         np.testing.assert_array_equal(sent, used)
-    # Each takes at most four slots, and six more are left out where some must be.
+    # Each entry takes at most four slots, and six more are left out if some must be.
     assert sent.sum() >= min(used.sum(), SLOTS // 4 - 6)
 
 
@@ -205,14 +205,14 @@ def test_the_mean_over_ten_thousand_draws_is_the_value(name):
     )
     for drawn in (dense, sparse):
         spread = drawn.std(axis=0)
-        # A small value is seldom anything but zero: the spread that it should have.
+        # A small value is nearly always rounded to zero, so its expected spread is used.
         expected = np.where(np.abs(values) < 0.01, np.sqrt(np.abs(values) * 3), spread)
         bound = 5 * expected / np.sqrt(DRAWS) + 2e-6 * np.abs(values).max()
         assert (np.abs(drawn.mean(axis=0) - values) <= bound).all()
         assert spread[np.abs(values) > 0.01].max() > 0
         # Two levels at most, one on each side.
         assert max(len(np.unique(column)) for column in drawn.T) == 2
-        # The errors of neighbours are not correlated.
+        # The errors of neighbors are not correlated.
         varied = drawn[:, spread > 0.05 * spread.max()]
         centred = (varied - varied.mean(axis=0)) / varied.std(axis=0)
         for steps, places in LAGS:

@@ -1,4 +1,4 @@
-"""Lossy codecs: their formats, and that what they lose is what they report."""
+"""Lossy codecs: their formats, and their reported errors."""
 
 import functools
 
@@ -18,7 +18,7 @@ LARGEST = 2**31 - 1
 SLOTS, ROWS = 70, 3
 WIRE = sc.wire
 
-# name: (codec, its decoder for pairs, and that for dense runs).
+# name: (codec, its decoder for pairs, and its decoder for dense runs).
 CODECS = {
     "bf16": (WIRE.bf16(), oracle.bf16, None),
     "narrow16": (WIRE.narrow16(), oracle.narrow16, None),
@@ -45,7 +45,7 @@ CODECS = {
         for bits, norm in ((2, "max"), (4, "l2"), (8, "max"))
     },
 }
-# They leave out zeros, and what is far below most of its neighbours.
+# They leave out zeros, and values far below most of their neighbors.
 WAITING = ("two_bits 8", "two_bits 12")
 OF_GAPS = ("narrow16", "narrow8", "narrow8 stochastic")
 EVERY = {name: codec for name, (codec, *_) in CODECS.items()} | {"raw": WIRE.raw()}
@@ -61,7 +61,7 @@ jitted_dense = functools.partial(jitted, kind="_dense")
 
 
 def any_values(rng, shape):
-    """Of all magnitudes: alike, of heavy tails, of any bit pattern, zeros, equal."""
+    """Values of one magnitude, with heavy tails, of any bit pattern, with zeros, or equal."""
     kind = rng.integers(5)
     normal = rng.standard_normal(shape)
     patterns = rng.integers(0, 2**32, shape, dtype=np.uint64).astype(np.uint32)
@@ -89,7 +89,7 @@ def any_coo(rng, size):
 
 
 def check_conserved(values, decoded, error):
-    """Value = decoded + error to rounding; what is not finite arrives so."""
+    """Value = decoded + error up to rounding; non-finite values arrive as such."""
     finite = np.isfinite(values)
     assert (np.isfinite(decoded) == finite).all()
     assert (error[~finite] == 0).all()
@@ -99,7 +99,7 @@ def check_conserved(values, decoded, error):
 
 
 def same(left, right):
-    """Bit for bit, but for the payloads of NaN."""
+    """Equal, and NaN equals NaN of any payload."""
     left, right = np.asarray(left, np.float32), np.asarray(right, np.float32)
     np.testing.assert_array_equal(left, right)
 
@@ -227,7 +227,7 @@ def test_bf16_rounds_to_nearest_even(name, seed):
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
 @pytest.mark.one_in(3)
 def test_sixteen_bit_values(name, dtype):
-    """All of them at once, in blocks of like magnitude."""
+    """All 16-bit values at once, in blocks of similar magnitude."""
     values = np.arange(1 << 16, dtype=np.uint16).view(dtype)
     coo = sc.PaddedCOO(jnp.asarray(values), jnp.arange(1 << 16, dtype=jnp.int32), 1 << 16)
     encode, decode = jitted(name)
@@ -239,7 +239,7 @@ def test_sixteen_bit_values(name, dtype):
         tiny = np.abs(values.astype(np.float32)) < 2.0**-100
     if name in WAITING:
         assert not (sent & tiny).any()
-        # The four smallest numbers of float16 of either sign are far below the rest of their block.
+        # The four smallest float16 numbers of either sign are far below the rest of their block.
         assert (~sent & ~tiny).sum() == (8 if dtype == np.float16 else 0)
     else:
         assert sent.all()
@@ -290,7 +290,7 @@ def test_rows_are_encoded_by_themselves_and_jit_changes_no_bit(name):
     for other in others:
         np.testing.assert_array_equal(other.message, whole.message)
         np.testing.assert_array_equal(other.sent, whole.sent)
-        # The compiler may fuse a product and a sum and round once less.
+        # The compiler may fuse a product and a sum, and round one time less.
         np.testing.assert_allclose(other.error, whole.error, rtol=0, atol=1e-6)
     decode = jitted(name)[1]
     both = decode(whole.message, 5000, jnp.float32)

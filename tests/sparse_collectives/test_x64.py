@@ -42,7 +42,7 @@ def selections(workers, disjoint=False):
 
 
 def step_of(allreduce, workers):
-    """The total, what a worker keeps, and the info."""
+    """The total, a worker's kept entries, and the info."""
 
     def step(indices, values):
         coo = PaddedCOO.from_pairs(indices, values, SIZE)
@@ -67,7 +67,7 @@ def test_nothing_is_lost_but_the_rounding_of_float64_and_words_are_those_of_the_
     x64, name, workers
 ):
     picks, values = selections(workers, disjoint=name == "sparse_allgather")
-    # Far beyond float32, too.
+    # The second scale is far beyond float32.
     for scale in (1.0, 1e280):
         total, kept, info = reduced(WIDE[name], picks, values * scale)
         assert total.dtype == kept.dtype == np.float64
@@ -75,7 +75,7 @@ def test_nothing_is_lost_but_the_rounding_of_float64_and_words_are_those_of_the_
         expected, magnitudes = np.zeros((2, SIZE))
         np.add.at(expected, picks, values * scale)
         np.add.at(magnitudes, picks, np.abs(values * scale))
-        # Of the largest of a place's values: they may cancel.
+        # Relative to the sum of magnitudes at an index, since values may cancel.
         atol = 4 * np.finfo(np.float64).eps * magnitudes
         assert (np.abs(total[0] + kept.sum(axis=0) - expected) <= atol).all()
         if name == "sparse_allgather":
@@ -86,11 +86,11 @@ def test_nothing_is_lost_but_the_rounding_of_float64_and_words_are_those_of_the_
     like = (jax.ShapeDtypeStruct((SLOTS,), "int32"), jax.ShapeDtypeStruct((SLOTS,), "float64"))
     given = {"axis": "w", "axis_size": workers}
     program = traffic.of_function(step_of(WIDE[name], workers), *like, **given).words
-    # DSAR chooses from several forms by what there is.
+    # DSAR chooses one of several forms by its data.
     least = 0 if name == "dsar_split_allgather" else program * (1 - 1e-6)
     assert least <= float(info.words[0]) <= program * (1 + 1e-6)
     if name in ("topk_a", "sparse_allgather"):
-        # Two words for a value: half as many again as of float32 for a pair.
+        # A value takes two words, so a pair has 1.5 times the words of a float32 pair.
         _, _, narrow = reduced(WIDE[name], picks, values.astype(np.float32))
         assert float(info.words[0]) == pytest.approx(1.5 * float(narrow.words[0]))
 
@@ -129,7 +129,7 @@ def test_a_selector_or_codec_has_the_types_that_it_has_without(x64, name, dtype)
     assert jax.tree.map(lambda x: x.dtype, out[1]) == jax.tree.map(lambda x: x.dtype, state)
 
 
-# What traces for long does so with one number of workers, and Ok-Topk itself with both.
+# Allreduces that trace for long have one number of workers, and Ok-Topk itself has both.
 LONG = ("complete ok_topk", "ok_topk", "ok_topk rotation, 2 messages in flight")
 LONG += ("ok_topk all_to_all", "ok_topk, balanced regions", "ok_topk, messages of several sizes")
 LONG += ("ok_topk, no slack", "auto, ok_topk", "ring_sparse")

@@ -1,4 +1,4 @@
-"""The faults: what is done to the workers of a training, and what must come of it."""
+"""The faults: actions on the workers of a training, and their required outcome."""
 
 import contextlib
 import os
@@ -20,22 +20,23 @@ WORKERS, STEPS, SAVE_EVERY = 3, 12, 3
 # The fault comes in this step, and the last checkpoint before it is at step 6.
 FAULT_STEP = 8
 HEARTBEAT, DEADLINE, FIRST_DEADLINE = 20, 30, 500
-# For a start, and for steps that nothing disturbs, on a machine that does other things too.
+# For a start, and for undisturbed steps, on a machine that also does other things.
 PATIENCE = 600
-# The one that things happen to, and one that keeps the others in the middle of a step.
+# The worker that the fault hits, and one that keeps the others in the middle of a step.
 VICTIM, HOLDER = 1, 2
 # Seconds beyond the deadline or timeout that ends a process, for a machine that is busy.
 SLACK = 15
 # Seconds for which a worker is stopped.
 STOP = float(os.environ.get("FAULTS_STOP", "30"))
-# Of each process the hash after each step.
+# For each process, the hash after each step.
 Hashes = list[dict[int, str]]
 
 
 def workers(folder: Path, processes: int = WORKERS, **options: Any) -> Any:
     """The processes of one training, with checkpoints in the folder, for the length of the block.
 
-    The options are of `groups.group`, and settings in place of the usual ones; see `_task`.
+    The options are those that `groups.group` takes, and settings that replace the defaults of
+    `_task`.
     """
     usual = {"folder": str(folder), "steps": STEPS, "save_every": SAVE_EVERY, "resume": 0}
     usual |= {"heartbeat": HEARTBEAT, "deadline": DEADLINE, "first_deadline": FIRST_DEADLINE}
@@ -52,7 +53,7 @@ def workers(folder: Path, processes: int = WORKERS, **options: Any) -> Any:
 
 
 def finished(group: list[Process]) -> None:
-    """Waits until all have finished; raises RuntimeError where one ends in another way."""
+    """Waits until all have finished; raises RuntimeError if one ends in another way."""
     for process in group:
         process.wait_for("finished", seconds=PATIENCE)
         if not process.wait_for_end(PATIENCE) or process.status != 0:
@@ -89,7 +90,7 @@ _REASONS = (
 
 
 def report(process: Process) -> str:
-    """How a process ended, and why, in its own words; `silent` where it gave no reason."""
+    """How a process ended, and the reason that it gave, or `silent`."""
     found = (re.search(pattern, process.errors, re.DOTALL) for pattern in _REASONS)
     reasons = (" ".join(each[0].split())[:200] for each in found if each)
     return f"status {process.status}, {next(reasons, 'silent')}"
@@ -118,7 +119,7 @@ def link_down(folder: Path, expected: Hashes) -> None:
 
 
 def _struck(folder, expected, strike, *but, bound=SLACK, fewer=True, **settings) -> None:
-    """Something happens in the middle of a step, which all but some do not survive."""
+    """A fault in the middle of a step ends all processes, except ``but``."""
     with _in_a_step(folder, **settings) as (group, since):
         strike(group)
         group[HOLDER].send("go on")
@@ -127,13 +128,13 @@ def _struck(folder, expected, strike, *but, bound=SLACK, fewer=True, **settings)
 
 
 def stopped(folder: Path, expected: Hashes) -> None:
-    """A worker is stopped, and goes on later than the deadline of a step."""
+    """A worker is stopped, and continues after the deadline of a step."""
     deadline = min(10.0, STOP / 3)
     with _in_a_step(folder, deadline=deadline, heartbeat=100) as (group, since):
         group[VICTIM].signal(signal.SIGSTOP)
         group[HOLDER].send("go on")
         _end(group, since, deadline + SLACK, but=[VICTIM])
-        # Nothing can tell that it is time but the clock: the process is stopped.
+        # The process is stopped, so only the clock shows that the time has come.
         group[VICTIM].wait_for_end(max(0.0, since + STOP - time.monotonic()))
         group[VICTIM].signal(signal.SIGCONT)
         assert ended([group[VICTIM]], time.monotonic(), SLACK) is not None
@@ -192,7 +193,7 @@ def cut_in_half(folder: Path, expected: Hashes) -> None:
 
 
 def flipped_bit(folder: Path, expected: Hashes) -> None:
-    """One bit in the middle of the largest file of the newest checkpoint is another."""
+    """One bit in the middle of the largest file of the newest checkpoint is flipped."""
 
     def flip(content: bytes) -> bytes:
         changed = bytearray(content)
@@ -204,7 +205,7 @@ def flipped_bit(folder: Path, expected: Hashes) -> None:
 
 @contextlib.contextmanager
 def _in_a_step(folder: Path, **settings: Any) -> Iterator[tuple[list[Process], float]]:
-    """The group in the middle of a step, which the holder keeps it in; and the time."""
+    """The group in the middle of a step, in which the holder keeps it; and the time."""
     with workers(folder, changes={HOLDER: {"hold_at": FAULT_STEP}}, **settings) as group:
         for process in group:
             process.wait_for("begin", step=FAULT_STEP, seconds=PATIENCE)
@@ -218,7 +219,7 @@ def _end_in_the_checkpoint(group: list[Process]) -> None:
 
 
 def _damaged(folder: Path, expected: Hashes, damage: Callable[[bytes], bytes]) -> None:
-    """A checkpoint is damaged when nobody looks; who restores it must notice."""
+    """A checkpoint is damaged between two runs; the run that restores it must notice."""
     step = FAULT_STEP + 1
     with workers(folder, steps=step) as group:
         finished(group)
@@ -235,7 +236,7 @@ def _damaged(folder: Path, expected: Hashes, damage: Callable[[bytes], bytes]) -
 
 
 def _end(group: list[Process], since: float, bound: float, *, but: Collection[int] = ()) -> None:
-    """All but some end within the bound, and say why."""
+    """All processes, except ``but``, end within the bound and say why."""
     left = {i: process for i, process in enumerate(group) if i not in but}
     seconds = ended(list(left.values()), since, bound)
     print(f"\nended after {seconds} s (bound {bound:g} s)")
@@ -246,7 +247,7 @@ def _end(group: list[Process], since: float, bound: float, *, but: Collection[in
 
 
 def _goes_on(folder: Path, expected: Hashes, *, fewer: bool = False) -> None:
-    """From the last checkpoint before the fault, to the same bits; with one less, the same sum."""
+    """Continues from the last checkpoint: the same bits, or the same sum with one worker less."""
     step, _ = _task.last_whole(folder)
     assert step == FAULT_STEP + 1 - SAVE_EVERY
     kept = folder.with_name(f"{folder.name} kept")

@@ -1,12 +1,12 @@
-"""The training of several processes, and its checkpoints; the same for workers and checks.
+"""The training of several processes and its checkpoints, for the workers and the checks.
 
-One process that the faults happen to is `python -m tests.system._task JSON`; `_faults` starts it.
-The settings are ``steps`` to train up to, ``save_every`` so many a checkpoint in the ``folder``,
-and ``resume``, the step of the one to start from, 0 for none; ``heartbeat``, seconds without one,
-after which jax takes a process for dead, ``deadline`` for each step and checkpoint and
-``first_deadline`` for the first, which compiles; ``hold_at``, the step before which it waits for a
-line on standard input, and ``limit_at``, at whose checkpoint it can't write any more; -1 for none.
-What it does is written to standard output, a JSON object to a line.
+`_faults` starts each process as `python -m tests.system._task JSON`. The settings are ``steps``,
+the last step; ``save_every``, the steps between checkpoints in the ``folder``; ``resume``, the step
+of the checkpoint to start from, 0 for none; ``heartbeat``, the seconds without one after which jax
+takes a process for dead; ``deadline``, for each step and checkpoint, and ``first_deadline`` for the
+first, which compiles; ``hold_at``, the step before which it waits for a line on standard input; and
+``limit_at``, at whose checkpoint it can't write any more; -1 for none. It writes what it does to
+standard output, a JSON object to a line.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ _BATCH = 24
 
 
 def transformation() -> optax.GradientTransformation:
-    """Ok-Topk in front of Adam."""
+    """Ok-Topk before Adam."""
     return optax.chain(optax_ext.ok_topk(density=0.05, axis=AXIS), optax.adam(1e-3))
 
 
@@ -62,7 +62,7 @@ def mesh_of_all(devices: list[jax.Device] | None = None) -> Mesh:
 def batch_of(step: int, mesh: Mesh, *, bad: bool = False) -> Any:
     """The batch of a step, split over the workers; it depends on nothing but the step.
 
-    Of a bad one a row of the last worker is not finite.
+    A bad batch has a row of the last worker that is not finite.
     """
     rng = np.random.default_rng([1, step])
     host = [
@@ -84,14 +84,14 @@ def first_state(mesh: Mesh) -> tuple[Any, Any]:
 
 
 def whole(x: Any) -> np.ndarray:
-    """All of an array of all processes, on each."""
+    """The whole of an array that is spread over the processes, on each of them."""
     if x.is_fully_addressable or x.is_fully_replicated:
         return np.asarray(x)
     return multihost_utils.process_allgather(x, tiled=True)
 
 
 def hash_of(tree: Any) -> str:
-    """A hash of what this process has of the arrays."""
+    """A hash of this process's parts of the arrays."""
     digest = hashlib.sha256()
     for leaf in jax.tree.leaves(tree):
         for shard in leaf.addressable_shards:
@@ -100,14 +100,14 @@ def hash_of(tree: Any) -> str:
 
 
 def manager_of(folder: Path) -> ocp.CheckpointManager:
-    """Checkpoints of a training that are written before the next step."""
+    """A manager that writes each checkpoint before the next step."""
     return ocp.CheckpointManager(
         folder, options=ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
     )
 
 
 def save(manager: ocp.CheckpointManager, step: int, params: Any, opt_state: Any) -> None:
-    """Writes parameters, state, what the state was made for, and checksums."""
+    """Writes parameters, state, the state's metadata, and checksums."""
     tree = (params, opt_state)
     metadata = {
         "state": optax_ext.checkpoint_metadata(opt_state),
@@ -119,9 +119,9 @@ def save(manager: ocp.CheckpointManager, step: int, params: Any, opt_state: Any)
 def restore(manager: Any, step: int, mesh=None, tx=None, like=None) -> tuple[Any, Any]:
     """Parameters and state, to the bit, for the number of workers that saved them.
 
-    Without a mesh those of all of them, on one device of this process. They are of the
-    transformation, with parameters like these, by default those of this file. ValueError: the
-    checkpoint is of another state, or of other arrays; or whatever orbax raises of its files.
+    Without a mesh, the state of all workers is on one device of this process. The transformation
+    and the example of parameters are by default the ones in this file. Raises ValueError if the
+    checkpoint has another state or other arrays, and any error of orbax about its files.
     """
     tx, like = tx or transformation(), first_params() if like is None else like
     saved = manager.metadata(step).custom_metadata
@@ -139,7 +139,7 @@ def restore(manager: Any, step: int, mesh=None, tx=None, like=None) -> tuple[Any
 def last_whole(folder: Path) -> tuple[int, dict[int, str]]:
     """The newest checkpoint that can be read and has its checksums, 0 for none; for one process.
 
-    And for each newer one what is wrong with it.
+    It also returns the error of each newer checkpoint.
     """
     damaged = {}
     with manager_of(folder) as manager:
@@ -159,7 +159,7 @@ def residual_sum(opt_state: Any) -> np.ndarray:
 
 
 def main() -> None:
-    """Trains; see the top of this file."""
+    """Trains, as the docstring of this file says."""
     settings = SimpleNamespace(**groups.settings())
     timeouts = ("heartbeat_timeout_seconds", "shutdown_timeout_seconds")
     groups.join(vars(settings), **dict.fromkeys(timeouts, settings.heartbeat))
@@ -194,7 +194,7 @@ def main() -> None:
 
 
 def _start(settings: SimpleNamespace, manager: Any, mesh: Any) -> tuple[Any, Any]:
-    """The first state, or that of a checkpoint of any number of workers."""
+    """The first state, or the state in a checkpoint of any number of workers."""
     if not settings.resume:
         return jax.block_until_ready(first_state(mesh))
     saved = manager.metadata(settings.resume).custom_metadata["state"]

@@ -1,16 +1,16 @@
-"""What happens to a training of several processes when something breaks, and how it goes on.
+"""Faults in a training of several processes, and how it continues after them.
 
 Three processes train over jax.distributed and Gloo, with a checkpoint after every third step. Each
-fault breaks something in step 8, or in the checkpoint after it. Every process that is left must end
-with an error that says why, within the bound: nobody hangs, and no result is wrong. Then the last
-whole checkpoint is looked for, and the training goes on from it: with three processes to the same
-bits as one that was never disturbed, and with two with the same sum of the residuals.
+fault breaks something in step 8, or in the checkpoint after it. Every remaining process must end
+within the bound, with an error that says why: no process hangs, and no result is wrong. Then the
+training continues from the last whole checkpoint: with three processes to the same bits as an
+undisturbed training, and with two processes with the same sum of the residuals.
 
-All of them, with what the processes said and the seconds until the last of them had ended:
+This runs all of them, and prints the processes' messages and the seconds until the last one ended:
 
     python -m pytest tests/system/test_faults.py -m slow -s
 
-FAULTS_STOP=30 is for how many seconds a worker is stopped.
+FAULTS_STOP=30 is the number of seconds for which a worker is stopped.
 """
 
 import os
@@ -34,7 +34,7 @@ FAULTS += ("cannot_write", "disk_full", "cut_in_half", "flipped_bit")
 
 
 def test_an_end_is_accepted_only_with_an_error_and_its_reason():
-    """That the reasons are those of real ends is seen in the faults."""
+    """The tests of the faults show that real ends give these reasons."""
     said = "optax_ext.contrib.Watchdog: step 8 did not end within 10 s on process 0 of 3 (a): b"
     ends = [SimpleNamespace(status=status, errors=said) for status in (75, 0, None)]
     ends += [SimpleNamespace(status=-6, errors=""), SimpleNamespace(status=1, errors="a warning\n")]
@@ -69,8 +69,8 @@ def undisturbed(tmp_path_factory):
     signal.signal(signal.SIGTERM, before)
 
 
-# Orbax warns that the arrays are not read when only the metadata is asked for, and where a read has
-# failed it drops the others unfinished, of which Python says so when it likes to.
+# Orbax warns that it does not read the arrays if only the metadata is requested. After a failed
+# read it drops the unfinished ones, which Python reports at any later time.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
@@ -79,7 +79,7 @@ def test_a_fault_ends_in_errors_and_the_training_goes_on(name, undisturbed, tmp_
         pytest.skip(reason)
     if name == "disk_full" and (os.geteuid() != 0 or shutil.which("mount") is None):
         pytest.skip("a file system of its own needs root and mount")
-    # What is compiled is kept beside the folder, for the processes that follow.
+    # Compiled programs are kept next to the folder, for the processes that follow.
     folder = tmp_path / name
     folder.mkdir()
     getattr(_faults, name)(folder, undisturbed)

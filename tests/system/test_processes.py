@@ -43,7 +43,7 @@ def test_the_first_failure_ends_the_wait_and_the_block_ends_also_what_is_stopped
 
 
 def test_a_process_dies_with_the_one_that_started_it():
-    """Also where that one is killed and can't clean up."""
+    """This holds even if that one is killed and can't clean up."""
     if sys.platform != "linux":
         pytest.skip("only Linux tells a process that its parent has ended")
     child = (

@@ -1,21 +1,21 @@
-"""Thousands of steps over several processes, with everything that is hard on a sparse allreduce.
+"""Thousands of steps over several processes, with data that are hard for a sparse allreduce.
 
 The processes train over jax.distributed and Gloo on one machine. Their gradients are the hard
-accumulators of the other tests, one for a few steps, and move on; four of a hundred steps have
-entries that are not finite, which skip the step, or, in a fifth of the steps, are left out. The
-state is saved now and then, and the processes start again from a checkpoint. It is checked:
+accumulators of the other tests, each for a few steps, and move on. In 4 % of the steps there are
+entries that are not finite, which skip the step or, in 20 % of the steps, are left out. The
+state is saved at intervals, and the processes start again from a checkpoint. The test checks:
 
-- conservation, at every step: what was accumulated is what was delivered or kept. The largest
-  difference at any entry is in units of a float32 rounding of that entry, at most 2P + 4 of them.
+- conservation, at every step: accumulated entries are delivered or kept. The largest difference at
+  any entry is at most 2P + 4 float32 roundings of that entry.
 - replicas: the parameters have the same bits in every process, and are finite.
-- counts: steps taken and skipped and entries dropped are those that the gradients ask for.
+- counts: the gradients determine the steps taken and skipped and the entries dropped.
 - memory: once a start has compiled both steps and written a checkpoint, the resident memory grows
-  by no more than 16 MiB until the next start, and the pieces of memory that are mapped by no more
-  than 64: the medians of the first and the last tenth of at least twenty reports.
+  by no more than 16 MiB until the next start, and the number of mapped pieces of memory by no more
+  than 64. Medians of the first and the last 10 % of at least 20 reports are compared.
 
-A short one by default; the long version:
+The default run is short; this is the long one:
 
-    SOAK_STEPS=10000 SOAK_PROCESSES=4 SOAK_REPORT_EVERY=50 \\
+    $ SOAK_STEPS=10000 SOAK_PROCESSES=4 SOAK_REPORT_EVERY=50 \\
         python -m pytest tests/system/test_soak.py -m slow -s
 """
 
@@ -41,7 +41,7 @@ from tests.groups import say
 from tests.sparse_collectives.helpers import hard_accumulators
 from tests.system import _task
 
-# By their names with SOAK_ in front; restarts are from a checkpoint, evenly spread.
+# Environment variables have these names after SOAK_; restarts are evenly spread checkpoints.
 SETTINGS = {"steps": 120, "processes": 2, "restarts": 1, "save_every": 500, "report_every": 5}
 # MiB, and pieces of memory.
 MOST_GROWTH = {"rss": 16.0, "maps": 64}
@@ -51,7 +51,7 @@ def segment(folder, first, last, expected, settings):
     """The reports of each process, from its start at step ``first`` to its end at ``last``."""
     given = {name: settings[name] for name in ("save_every", "report_every", "processes")}
     given |= {"folder": str(folder / "checkpoints"), "first": first, "last": last}
-    # The deadline is of a single step; the first one compiles and has more.
+    # The deadline is for a single step; the first one compiles and has a longer one.
     given |= {"deadline": 120, "expected": expected}
     with groups.group("tests.system.test_soak", **given) as group:
         # Each process watches its own steps, so there is no deadline for all of them.
@@ -61,7 +61,7 @@ def segment(folder, first, last, expected, settings):
 
 
 def growth(samples):
-    """From the median of the first tenth to that of the last; 0 where there are few."""
+    """The growth from the median of the first 10 % to the median of the last; 0 for few samples."""
     if len(samples) < 20:
         return 0
     tenth = len(samples) // 10
@@ -69,7 +69,7 @@ def growth(samples):
 
 
 def check(processes):
-    """The reports of each process from one start on; what else there is, each judges for itself."""
+    """Checks each process's reports from one start on; each process checks the rest alone."""
     for number, reports in enumerate(processes):
         for name, most in MOST_GROWTH.items():
             more = growth([report[name] for report in reports if report["settled"]])
@@ -103,16 +103,16 @@ def test_a_soak_finds_no_violation(tmp_path):
         expected = found[0][-1]["expected"]
         worst = max(report["worst"] for reports in found for report in reports)
         print(f"to step {last}: {expected}, at most {worst:.2f} roundings lost")
-    # Entries that are not finite have come.
+    # There were entries that are not finite.
     assert expected["skipped"] > 0
 
 
-# One process, `python -m tests.system.test_soak JSON`. The step itself measures whether anything
-# was lost. Each line on standard output says what was found since the last one.
+# One process, `python -m tests.system.test_soak JSON`. The step itself measures whether entries
+# were lost. Each line on standard output reports the time since the last one.
 
 SIZE, DENSITY = 8000, 0.02
-# Steps for which one kind of gradient stays, and share of the steps with entries that are not
-# finite. Of each block of steps the last ones leave these entries out, instead of the step.
+# The steps for which one kind of gradient stays, and the share of steps with entries that are not
+# finite. The last steps of each block leave these entries out, instead of the step.
 _TURN, _NONFINITE = 7, 0.04
 _BLOCK, _DROPPING = 50, 10
 _EPS = float(np.finfo(np.float32).eps)
@@ -130,7 +130,7 @@ def gradient(step: int, worker: int, workers: int) -> np.ndarray:
 
 
 def faulty(step: int, worker: int, workers: int) -> tuple[np.ndarray, np.ndarray]:
-    """Where a worker's gradient is not finite at a step, and what is there; usually nowhere."""
+    """The indices and values of a worker's non-finite entries at a step; usually none."""
     rng = np.random.default_rng([step, 1 << 20])
     if rng.random() >= _NONFINITE or rng.integers(workers) != worker:
         return np.zeros(0, np.int64), np.zeros(0, np.float32)
@@ -139,15 +139,15 @@ def faulty(step: int, worker: int, workers: int) -> tuple[np.ndarray, np.ndarray
 
 
 def parts(policy: str) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
-    """The exchange and the descent; their state is the same for each policy, so they take turns."""
+    """The exchange and the descent; the policies take turns, since they share the state."""
     return optax_ext.ok_topk(density=DENSITY, axis=_task.AXIS, nonfinite=policy), optax.sgd(1e-3)
 
 
 def make_step(policy: str, mesh: jax.sharding.Mesh) -> Any:
     """``step(params, opt_state, gradients [P, n]) -> (params, opt_state, error)``.
 
-    ``error f32[]`` is the largest difference between what was accumulated and what was delivered
-    or kept, over all entries, in units of the rounding of one float32 addition of that entry.
+    ``error f32[]`` is the largest difference, over all entries, between accumulated and delivered
+    or kept values, in units of the rounding of one float32 addition of that entry.
     """
     sparse, descent = parts(policy)
 

@@ -1,1 +1,1 @@
-"""What the allreduces have in common."""
+"""Parts that several allreduces share."""

@@ -1,11 +1,11 @@
-"""P regions of equal width: entries go to their owners, who add them up, and the sums to everyone.
+"""P regions of equal width: their owners add up the entries and send the sums to all workers.
 
-SparCML, section 5.3.2: worker j owns region j of the index space. Indices travel
+SparCML, section 5.3.2: worker j owns region j of the index space. Indices are sent
 relative to their region, so that a codec can make them narrower.
 
 Deviation: the paper gives floor(n / P) indices to each worker and the rest to the
-last (appendix A). Messages here have one size for all, which the widest region
-decides: all have ceil(n / P) indices, and the last ones fewer or none.
+last (appendix A). All messages here have one size, which the widest region
+determines: all regions have ceil(n / P) indices, and the last ones fewer or none.
 """
 
 from typing import NamedTuple
@@ -39,7 +39,7 @@ def from_region(entries: PaddedCOO, regions: Regions, owner: jax.Array) -> Padde
 
 
 def gather(words: jax.Array, regions: Regions, dtype, *, axis: AxisName, codec: Codec) -> PaddedCOO:
-    """Everyone's encoded region, on every worker; unique indices, padding in between."""
+    """All workers' encoded regions, on every worker; unique indices, padding in between."""
     everyone = codec.decode(transport.all_gather(words, axis), regions.width, dtype)
     total = from_region(everyone, regions, jnp.arange(regions.workers, dtype=jnp.int32))
     return PaddedCOO(total.values.reshape(-1), total.indices.reshape(-1), regions.size)
@@ -48,7 +48,7 @@ def gather(words: jax.Array, regions: Regions, dtype, *, axis: AxisName, codec: 
 def gather_dense(
     words: jax.Array, regions: Regions, dtype, *, axis: AxisName, codec: Codec
 ) -> jax.Array:
-    """Everyone's encoded region, all values of it, on every worker: ``f[n]``."""
+    """All workers' encoded dense regions, on every worker: ``f[n]``."""
     everyone = codec.decode_dense(transport.all_gather(words, axis), regions.width, dtype)
     return everyone.reshape(-1)[: regions.size]
 
@@ -60,13 +60,13 @@ def _boundaries(regions: Regions) -> jax.Array:
 
 
 class Split(NamedTuple):
-    """What the split did.
+    """The result of the split.
 
     Attributes:
-      sums: of the region that this worker owns, ascending, with indices in it.
+      sums: the sums of the region that this worker owns, ascending, with indices in it.
       sent: ``bool[c]`` over the slots of the selection: whether its owner has it.
-      error: ``f[c]``, what the owner misses of an entry that was sent.
-      words: what the exchange moved.
+      error: ``f[c]``, the part of a sent entry that the owner misses.
+      words: the words that the exchange moved.
     """
 
     sums: PaddedCOO
@@ -84,7 +84,7 @@ def to_owners(
     codec: Codec,
     state: _reduce.StepState,
 ) -> Split:
-    """One all_to_all of blocks, of ``capacity`` slots each, or dense where that is shorter."""
+    """One all_to_all of blocks of ``capacity`` slots each, or of dense regions if it is shorter."""
     seed = _reduce.seed(state.count, 0, transport.axis_index(axis))
     if _stream.goes_dense(codec, capacity, regions.width, coo.values.dtype):
         return _dense(coo, regions, axis, codec, seed)
@@ -110,14 +110,14 @@ def to_owners(
 def _dense(
     coo: PaddedCOO, regions: Regions, axis: AxisName, codec: Codec, seed: jax.Array
 ) -> Split:
-    """All values of every region, so that each entry finds room."""
+    """Sends all values of every region, so that each entry has room."""
     workers, width, dtype = regions.workers, regions.width, coo.values.dtype
     rows = jnp.pad(coo.to_dense(), (0, workers * width - coo.size)).reshape(workers, width)
     message, lost = codec.encode_dense(rows, seed)
     received = codec.decode_dense(transport.all_to_all(message, axis), width, dtype)
     sums = _stream.entries_of(jnp.sum(received.astype(sum_dtype(dtype)), axis=0).astype(dtype))
     ascending = _merge.reduce_blocks([jax.tree.map(lambda x: x[None], sums)], width, dtype)
-    # By row and column: all places together may be more than an int32 counts.
+    # By row and column, because the number of all places may exceed an int32.
     place = coo.indices // width, coo.indices % width
     error = jnp.where(coo.indices < coo.size, lost.at[place].get(mode="fill", fill_value=0), 0)
     words = _messages.words_in_full(_dispatch.words_of_all_to_all(message.size, workers))

@@ -1,19 +1,19 @@
 """The messages of a reduce-scatter in ceil(log2 P) rounds, for any P, and their slots.
 
 The vector is cut into P blocks, one for each owner. A worker holds its part of the
-blocks of the m workers from itself on, at first m = P. A round of distance d sends the
-blocks from d on to the worker d further, for whom they are the first ones, and goes on
-with the d first; d is the largest power of two below P, then its half, down to 1. So the
-first round moves P - d blocks and the others d each, P - 1 blocks in all, and in every
+blocks of m workers, beginning with its own; at first m = P. A round of distance d sends the
+blocks from number d on to the worker at distance d, for which they are the first ones, and goes
+on with the first d blocks; d is the largest power of two below P, then half of it, down to 1. So
+the first round moves P - d blocks and each later one d, P - 1 blocks in all, and in every
 round every worker sends one message and receives one.
 
-Plain Python, for the algorithm itself and for the cost model.
+The module is plain Python, for the algorithm and for the cost model.
 """
 
 import math
 from typing import NamedTuple
 
-# Slots beyond the share of a block: those of four standard deviations, and a few.
+# Slots in addition to the share of a block: four standard deviations, and a few.
 _DEVIATIONS, _MORE = 4.0, 4
 
 
@@ -21,9 +21,9 @@ class Round(NamedTuple):
     """One message.
 
     Attributes:
-      distance: to the worker that receives it; as many blocks stay.
-      blocks: in the message.
-      slots: of a block in the message.
+      distance: the distance to the worker that receives it; as many blocks stay.
+      blocks: blocks in the message.
+      slots: slots of a block in the message.
       held: slots of a block that stays, after the round.
     """
 
@@ -34,11 +34,11 @@ class Round(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """All messages, and the slots of what is held.
+    """All messages, and the slots of the blocks that are held.
 
     Attributes:
       width: indices of a block, ceil(n / P).
-      slots: of a block in a message, and in the result.
+      slots: slots of a block in a message, and in the result.
       first: slots of a block before the first round.
       rounds: the messages, in order.
     """

@@ -1,24 +1,24 @@
 """Hashed regions: owners that no data can crowd.
 
-Regions of consecutive indices are uneven where the data are: a worker whose mass lies
+Regions of consecutive indices are as uneven as the data: a worker whose mass lies
 in one layer has most of its entries for one owner, and boundaries that are averaged
-over the workers suit nobody where the workers differ. Here ownership does not depend
+over the workers suit none of them if the workers differ. Here ownership does not depend
 on the data (balanced parallelism, as in Zen, OSDI 2025). The indices are cut into rows
 of P consecutive ones, of which every worker owns one: index i of row r = i // P belongs
 to worker
 
     (i + turn(r)) mod P,
 
-where turn(r) is a hash of the row and of the step. Neighbouring indices so have
+where turn(r) is a hash of the row and of the step. Therefore adjacent indices have
 different owners, and rows are independent of each other: of m entries, an owner has
 m / P on average, with a spread of at most about sqrt(m / P), whether they lie in one
-layer, in one worker or all over. The hash is another one at every step, so which
-entries crowd an owner, where a few do, changes from step to step.
+layer, in one worker or all over. The hash differs at every step, so the entries that
+crowd an owner, if a few do, change from step to step.
 
-An index also has a *position*: the owners' indices one owner after the other, each by
-row. In positions a region is a run, as the rest of the algorithm expects it, and an
+An index also has a *position*: positions number the indices of one owner after the other,
+each by row. In positions a region is a run, as the rest of the algorithm expects it, and an
 owner's indices have the density that they have in the whole vector, so the codecs that
-send gaps pay nothing. Both are a bijection of 0 to n - 1; nothing is stored.
+send gaps pay nothing. Both mappings are bijections of 0 to n - 1; nothing is stored.
 """
 
 import jax
@@ -39,7 +39,7 @@ def starts(size: int, workers: int) -> jax.Array:
 def row_and_owner(
     indices: jax.Array, size: int, workers: int, step: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The row and the owner of each index, ``i32[...]`` each; padding means nothing."""
+    """The row and the owner of each index, ``i32[...]`` each; padding has no meaningful result."""
     row = indices // workers
     column = indices - row * workers
     return row, (column + _turn(row, size, workers, step)) % workers
@@ -67,10 +67,10 @@ def to_positions(rows: PaddedCOO, size: int, workers: int, owner: jax.Array) -> 
 
 
 def to_indices(coo: PaddedCOO, workers: int, step: jax.Array) -> PaddedCOO:
-    """Entries at positions, in any order, at their indices."""
+    """Moves entries from positions, in any order, to their indices."""
     rows, rest = divmod(coo.size, workers)
     position = coo.indices
-    # The first `rest` owners have an index of the last row, which is not complete.
+    # The first `rest` owners have an index in the last row, which is incomplete.
     wide = rest * (rows + 1)
     beyond = jnp.maximum(position - wide, 0)
     owner = jnp.where(position < wide, position // (rows + 1), rest + beyond // max(rows, 1))
@@ -82,18 +82,18 @@ def to_indices(coo: PaddedCOO, workers: int, step: jax.Array) -> PaddedCOO:
 def from_rows(
     rows: PaddedCOO, size: int, workers: int, owner: jax.Array, step: jax.Array
 ) -> PaddedCOO:
-    """The entries of ``owner i32[...]``, broadcast to the slots, at their indices."""
+    """The entries of ``owner i32[...]``, broadcast to the slots, at indices instead of rows."""
     indices = _index(rows.indices, owner, size, workers, step)
     return PaddedCOO(rows.values, jnp.where(rows.indices < rows.size, indices, size), size)
 
 
 def _index(row: jax.Array, owner: jax.Array, size: int, workers: int, step: jax.Array) -> jax.Array:
-    """The index that an owner has of a row, ``i32[...]``."""
+    """The index that an owner has in a row, ``i32[...]``."""
     return row * workers + (owner - _turn(row, size, workers, step)) % workers
 
 
 def _turn(row: jax.Array, size: int, workers: int, step: jax.Array) -> jax.Array:
     """How far the owners of a row are turned, ``i32[...]`` in 0 to P - 1."""
     turn = _hash.random_bits(step, row) % jnp.uint32(workers)
-    # Of an incomplete row the first workers own one index each.
+    # In an incomplete row the first workers own one index each.
     return jnp.where(row < size // workers, turn.astype(jnp.int32), 0)

@@ -1,6 +1,6 @@
-"""Sparse vectors cut into blocks, and added up.
+"""Cuts sparse vectors into blocks, and adds blocks up.
 
-What the allreduces that reduce on the way have in common. Nothing here
+The allreduces that reduce on the way share these functions. Nothing here
 communicates.
 """
 
@@ -16,9 +16,9 @@ from sparse_collectives._coo import _bits, _bitset, _compaction
 from sparse_collectives._data import PaddedCOO, sum_dtype, take
 from sparse_collectives._platform import by_platform, places
 
-# Of so few owners running sums are quicker than a sort on a CPU, and of more of them on a GPU.
+# Running sums beat a sort up to so many owners on a CPU, and up to so many sums on a GPU.
 _FEW_OWNERS, _MOST_COUNTED = 8, 1 << 26
-# A table has a flag for each of n, which must not be many more than the slots, and so many cells.
+# A table has a flag for each of n indices: at most so many for each slot, and so many cells.
 _SPARSEST, _MOST_CELLS = 64, 1 << 28
 
 
@@ -30,8 +30,8 @@ class Blocks(NamedTuple):
         region j.
       sent: ``bool[c]`` over the slots of the selection: whether it is in a block.
       source: ``i32[P, capacity]``, the slot of the selection that is in each slot of
-        the blocks; c where that is padding.
-      counts: ``i32[P]``, entries for each owner, in the block or left.
+        the blocks; c for padding.
+      counts: ``i32[P]``, entries for each owner, in the block or left out.
     """
 
     coo: PaddedCOO
@@ -46,14 +46,14 @@ class Blocks(NamedTuple):
 
 
 def split(coo: PaddedCOO, boundaries: jax.Array, capacity: int, turn: jax.Array) -> Blocks:
-    """Cuts an ascending selection into one block of ``capacity`` slots a region.
+    """Cuts an ascending selection into one block of ``capacity`` slots for each region.
 
     Args:
       coo: the selection, c slots.
       boundaries: ``i32[P + 1]``.
       capacity: slots of a block.
-      turn: ``u32[]``, from :func:`._reduce.turn`: in a region with more entries than slots the ones
-        that wait change from step to step.
+      turn: ``u32[]``, from :func:`._reduce.turn`: if a region has more entries than slots, the
+        entries that wait change from step to step.
     """
     edges = places(coo.indices, boundaries)
     source, sent, counts = _sources(edges, coo.capacity, capacity, turn)
@@ -63,7 +63,7 @@ def split(coo: PaddedCOO, boundaries: jax.Array, capacity: int, turn: jax.Array)
 def split_by_owner(
     coo: PaddedCOO, owner: jax.Array, workers: int, capacity: int, turn: jax.Array
 ) -> Blocks:
-    """Cuts a selection into one block of ``capacity`` slots an owner; the order stays.
+    """Cuts a selection into one block of ``capacity`` slots for each owner; the order stays.
 
     Args:
       coo: the selection, c slots.
@@ -75,7 +75,7 @@ def split_by_owner(
     slots = coo.capacity
     by_sorting = functools.partial(_sources_sorted, workers=workers, capacity=capacity)
     by_counting = functools.partial(_sources_counted, workers=workers, capacity=capacity)
-    if workers * capacity >= 2**31:  # It counts the slots of all blocks in int32.
+    if workers * capacity >= 2**31:  # Counting numbers the slots of all blocks in int32.
         source, sent, counts = by_sorting(owner, turn)
     elif workers <= _FEW_OWNERS:
         source, sent, counts = by_counting(owner, turn)
@@ -87,7 +87,7 @@ def split_by_owner(
 
 
 def _sources_sorted(owner: jax.Array, turn: jax.Array, *, workers: int, capacity: int):
-    """The slots in the order of their owners."""
+    """Sorts the slots by their owners."""
     slots = owner.shape[0]
     slot = jnp.arange(slots, dtype=jnp.int32)
     bits = max(1, (slots - 1).bit_length())
@@ -102,7 +102,7 @@ def _sources_sorted(owner: jax.Array, turn: jax.Array, *, workers: int, capacity
 
 
 def _sources_counted(owner: jax.Array, turn: jax.Array, *, workers: int, capacity: int):
-    """Each slot is numbered among those of its owner: a running sum for each owner, no sort."""
+    """Numbers each slot among the slots of its owner: a running sum for each owner, no sort."""
     slots = owner.shape[0]
     everyone = jnp.arange(workers, dtype=owner.dtype)
     passed = jnp.cumsum(owner[None] == everyone[:, None], axis=1, dtype=jnp.int32)
@@ -127,10 +127,10 @@ def _sources(
     turn: jax.Array,
     order: jax.Array | None = None,
 ):
-    """Block j has the slots from edge j up to the next one, of ``order`` if it is given.
+    """Block j has the slots from edge j to the next one, in ``order`` if it is given.
 
     Returns:
-      The fields of :class:`Blocks` but for the entries.
+      The fields of :class:`Blocks` except for the entries.
     """
     start, counts = edges[:-1, None], jnp.diff(edges)[:, None]
     slot = jnp.arange(capacity, dtype=jnp.int32)
@@ -147,17 +147,17 @@ def reduce_blocks(
 ) -> PaddedCOO:
     """Adds up blocks with common indices.
 
-    The members of the union are numbered by a bitset of n bits, and values are
-    added into the slot of their number: no sort, and O(slots) random accesses.
+    A bitset of n bits numbers the members of the union, and values are added into
+    the slot of their number, without a sort and with O(slots) random accesses.
     Rows are added one after the other, so that no scatter has an index twice and
     the same rows give the same bits on every device.
 
     Args:
       received: PaddedCOOs of ``[b, c]`` slots; the indices of each row are unique.
       size: n.
-      dtype: of the result; sums are made in :func:`sum_dtype`.
-      capacity: slots of the result, where the caller knows that the union has no
-        more members; by default as many as were received, n at most.
+      dtype: the dtype of the result; sums are made in :func:`sum_dtype`.
+      capacity: slots of the result, if the caller has a bound on the union; by default as many
+        as were received, n at most.
 
     Returns:
       An ascending PaddedCOO, padding last.
@@ -199,7 +199,7 @@ def _row_by_row(blocks, *, size: int, capacity: int, dtype) -> tuple[jax.Array, 
 
 
 def _in_a_table(blocks, *, size: int, capacity: int, dtype) -> tuple[jax.Array, jax.Array]:
-    """The rows side by side, a column for each member: no row waits for another one.
+    """Puts the rows side by side, with a column for each member: no row waits for another.
 
     Cost: a table of b times as many values as the union has slots.
     """
@@ -228,6 +228,6 @@ def _fold_rows(function, carry: jax.Array, rows):
     leaves = jax.tree.leaves(rows)
     if leaves[0].shape[0] == 1:
         return function(carry, jax.tree.map(lambda x: x[0], rows))
-    # The scan's carry has to have the type of its result from the start.
+    # The scan's carry must have the type of its result from the start.
     carry = carry + jnp.zeros_like(leaves[0].reshape(-1)[0], carry.dtype)
     return lax.scan(lambda carry, row: (function(carry, row), None), carry, rows)[0]

@@ -1,4 +1,4 @@
-"""How long a message is, what of it is useful, and what its sender must keep."""
+"""The length of a message, its useful part, and the entries that its sender must keep."""
 
 import functools
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ def dense_words(codec: Codec, length: int, dtype) -> int:
 
 
 def useful_words(words: jax.Array | float, entries: jax.Array, slots: int) -> jax.Array:
-    """What of so many words sent is no padding, ``f32[]``, with ``entries`` in ``slots``."""
+    """The words without padding, ``f32[]``, of a message with ``entries`` in ``slots``."""
     return jnp.float32(words) * entries.astype(jnp.float32) / float(max(1, slots))
 
 
@@ -42,7 +42,7 @@ def info(
     overflow: jax.Array | int = 0,
     threshold: jax.Array | float = 0.0,
 ) -> ReduceInfo:
-    """Of an allreduce with this total; all of its words are useful unless it says how many are."""
+    """The info of an allreduce; all of its words are useful unless ``useful`` is given."""
     received = jnp.float32(words)
     return ReduceInfo(
         delivered=count(total),
@@ -54,17 +54,17 @@ def info(
 
 
 def count(total: PaddedCOO | jax.Array) -> jax.Array:
-    """Entries of it, ``i32[]``: of a dense one, those that are not 0."""
+    """The number of entries of a total, ``i32[]``; of nonzero ones if it is dense."""
     if isinstance(total, PaddedCOO):
         return total.count()
     return jnp.sum(total != 0, dtype=jnp.int32)
 
 
 class Words(NamedTuple):
-    """What an exchange moves, in words of 4 bytes.
+    """Words of 4 bytes that an exchange moves.
 
     Attributes:
-      received: ``f32[]``, by each worker, padding included; equal on all workers.
+      received: ``f32[]``, received by each worker, padding included; equal on all workers.
       useful: ``f32[]``, sent by this worker, without padding.
     """
 
@@ -73,23 +73,23 @@ class Words(NamedTuple):
 
 
 def no_words() -> Words:
-    """Of no exchange."""
+    """The words of no exchange."""
     return Words(jnp.float32(0), jnp.float32(0))
 
 
 def words_in_full(received: jax.Array | float) -> Words:
-    """Of messages without padding."""
+    """The words of messages without padding."""
     words = jnp.asarray(received, jnp.float32)
     return Words(words, words)
 
 
 def words_of_pairs(received: float, entries: jax.Array, slots: int) -> Words:
-    """Of messages of value-index pairs: this worker sent ``entries`` in ``slots``."""
+    """The words of value-index pairs, if this worker sent ``entries`` in ``slots``."""
     return Words(jnp.float32(received), useful_words(received, entries, slots))
 
 
 def words_in_all(*parts: Words) -> Words:
-    """Of several exchanges together."""
+    """The words of several exchanges together."""
     return functools.reduce(lambda a, b: Words(a.received + b.received, a.useful + b.useful), parts)
 
 
@@ -100,7 +100,7 @@ def to_others(sent: jax.Array, me: jax.Array) -> jax.Array:
 
 
 def kept_by_sender(entries: PaddedCOO, encoded: Encoded) -> PaddedCOO:
-    """What the sender has to keep: entries that were not sent, and errors of the others."""
+    """The values that the sender keeps: entries that were not sent, and errors of the others."""
     values = jnp.where(encoded.sent, encoded.error, entries.values)
     return PaddedCOO(values, entries.indices, entries.size)
 
@@ -117,7 +117,7 @@ def of_slots(coo: PaddedCOO, slots: jax.Array, others: Sequence[PaddedCOO] = ())
 
 
 def nothing(coo: PaddedCOO, others: Sequence[PaddedCOO] = ()) -> Undelivered:
-    """Nothing of the selection ``coo`` itself."""
+    """Keeps nothing of the selection ``coo`` itself."""
     return of_slots(coo, jnp.zeros_like(coo.values), others)
 
 
@@ -128,24 +128,24 @@ def by_total(
     later: Sequence[tuple[PaddedCOO, jax.Array | None]],
     total: PaddedCOO,
 ) -> Undelivered:
-    """What is not in the total stays with all who had it; what it misses, where it was lost.
+    """Contributors keep entries that are not in the total; who loses a part of a sum keeps it.
 
     An entry may find no slot on its way to a sum, and a sum none on its way to the
-    total; a lossy codec rounds both. Where an index is not in the total, every worker
-    keeps the whole of what it contributed. Where it is, the total differs from what was
-    sent by what was cut off or rounded off on the way, and that is kept by the worker
-    that did it.
+    total; a lossy codec rounds both. If an index is not in the total, every worker
+    keeps the whole of its contribution. If it is, the total differs from the sum of the
+    contributions by the parts that were cut off or rounded off on the way, and each part
+    stays with the worker that removed it.
 
     Args:
       coo: this worker's selection, c slots.
       sent: ``bool[c]``, which slots were sent, or went on with this worker.
-      error: ``f[c]``, what the receivers miss of those; None: nothing.
-      later: for each later exchange, the entries that this worker held and what
-        their receivers miss of each.
+      error: ``f[c]``, the part of each sent slot that the receivers miss; None: nothing.
+      later: for each later exchange, the entries that this worker held and the part
+        of each that the receivers miss.
       total: the result, the same on every worker.
 
     Returns:
-      An answer to each slot of ``coo``; the slots of ``later`` as other entries.
+      The kept part of each slot of ``coo``; the slots of ``later`` as other entries.
     """
     members = _bitset.of_unique(total.indices, coo.size)
     delivered = sent & _bitset.contains(members, coo.indices)
@@ -162,11 +162,11 @@ def by_total(
 
 
 def indices_alone(codec: Codec, slots: int, size: int, dtype) -> Codec:
-    """Messages of indices without values, for exchanges of which nobody reads the values.
+    """A codec for indices without values, for exchanges whose values are not read.
 
-    A :class:`Codec`, so that an exchange that moves pairs moves indices alone, one word each and
-    as they are; ``codec`` itself where its pairs take no more words. What is decoded has the
-    value 0 everywhere.
+    With this :class:`Codec` an exchange that moves pairs moves indices alone, unencoded, one word
+    each. It is ``codec`` itself if the pairs of ``codec`` take no more words. Decoded values have
+    no meaning.
     """
     alone = Codec(_encode_indices, _decode_indices, _no_dense, _no_dense, exact=True)
     words = [pair_words(each, slots, size, dtype) for each in (alone, codec)]
@@ -183,5 +183,5 @@ def _decode_indices(message: jax.Array, size: int, dtype) -> PaddedCOO:
 
 
 def _no_dense(*arguments):
-    # A dense run has no indices, and whoever asks for indices alone has none to send.
+    # A dense run has no indices, and an exchange of indices alone has no dense runs.
     raise NotImplementedError(f"no indices to send in a dense run: {arguments}")

@@ -1,14 +1,13 @@
-"""n indices dealt out to P owners in small blocks, and the places of one in a few bits each.
+"""n indices dealt out to P owners in small blocks, and codes of a few bits for their places.
 
-Block b belongs to partition b mod P, and the indices behind the last whole round of blocks are
-dealt out in runs of equal length. What is in a partition is then much like what is in any
-other: whoever selects k/P entries from each selects about the k largest of all, and a
-threshold of one partition is a good guess for the next.
+Block b belongs to partition b mod P, and the indices after the last whole round of blocks are
+dealt out in runs of equal length. All partitions then have similar contents: a selection of
+k/P entries from each is about the k largest of all, and the threshold of one partition is a
+good guess for the next.
 
-Places travel in pages of ``2**low``. How many entries each page has is in half a word, and of a
-place only the bits within its page are sent. Nothing can fail to fit, and the length of a message
-is known when it is compiled. Large pages suit few entries: of the sizes the one with the shortest
-message is taken.
+Places are sent in pages of ``2**low``. A message has the number of entries of each page, in half a
+word, and the bits of each place within its page. Everything fits, and the length of a message is
+known at compile time. Large pages suit few entries; the size with the shortest message is chosen.
 """
 
 import functools
@@ -25,9 +24,9 @@ from sparse_collectives._platform import once, places
 
 # Indices of a block: 4 KB of float32, so that memory is read in long runs.
 BLOCK = 1024
-# A partition has so many blocks at least, where that many indices are in it.
+# A partition has at least so many blocks, if it has at least as many indices.
 _BLOCKS = 32
-# Bits of a place in a page; of the largest pages a count may need 17.
+# Bits of a place in a page; with 16 of them, a count could need 17 bits.
 LOW_BITS = (6, 8, 10, 15)
 _COUNT_BITS = 16
 
@@ -40,7 +39,7 @@ class Partitions(NamedTuple):
       workers: P.
       block: indices of a block.
       rounds: blocks of each partition.
-      rest: indices of each partition behind the blocks; the last partitions may have fewer.
+      rest: indices of each partition after the blocks; the last partitions may have fewer.
     """
 
     size: int
@@ -51,7 +50,7 @@ class Partitions(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Places of a partition: those past its last index are empty."""
+        """Places of a partition; places after its last index are empty."""
         return self.rounds * self.block + self.rest
 
     @property
@@ -68,7 +67,7 @@ class Partitions(NamedTuple):
         def zeros(vector: jax.Array, partition: jax.Array) -> jax.Array:
             return jnp.zeros_like(blocks_of(vector, partition))
 
-        # As rows: joined by XLA's CPU compiler each entry would be divided for its place.
+        # As rows: if XLA's CPU compiler fuses them, it divides for the place of each entry.
         mine = once(partition >= 0, blocks_of, zeros, vector, partition).reshape(-1)
         if not self.rest:
             return mine
@@ -78,12 +77,12 @@ class Partitions(NamedTuple):
         return jnp.concatenate([mine, lax.dynamic_slice_in_dim(rest, start, self.rest)])
 
     def place(self, local: jax.Array, partition: jax.Array) -> jax.Array:
-        """The indices of the places ``local i32[...]`` of a partition, n for what is outside it.
+        """The indices of the places ``local i32[...]`` of a partition, n for places outside it.
 
-        Ascending where the places are.
+        They ascend if the places do.
         """
         whole = self.rounds * self.block
-        # Of what is negative they mean nothing: it is outside.
+        # Results for negative places have no meaning; they are outside.
         number, within = _divided(local, self.block)
         dealt = (number * self.workers + partition) * self.block + within
         behind = self._dealt + partition * self.rest + (local - whole)
@@ -92,7 +91,7 @@ class Partitions(NamedTuple):
         return jnp.where(inside, index, self.size)
 
     def local(self, indices: jax.Array, partition: jax.Array) -> jax.Array:
-        """The places of ``indices i32[...]`` in a partition; ``width`` for those of others."""
+        """The places of ``indices i32[...]`` in a partition; ``width`` for indices outside it."""
         number, within = _divided(indices, self.block)
         turn, owner = _divided(number, self.workers)
         dealt = indices < self._dealt
@@ -104,8 +103,8 @@ class Partitions(NamedTuple):
 
 
 def _divided(x: jax.Array, by: int) -> tuple[jax.Array, jax.Array]:
-    """Quotient and remainder, of what is not negative."""
-    # Unsigned: of a power of two a shift and a mask, where signs take four operations more.
+    """Quotient and remainder of integers that are not negative."""
+    # Unsigned: a shift and a mask for a power of two; signed integers take four operations more.
     dividend, divisor = x.astype(jnp.uint32), jnp.uint32(by)
     return (dividend // divisor).astype(jnp.int32), (dividend % divisor).astype(jnp.int32)
 
@@ -130,7 +129,7 @@ def words(slots: int, width: int) -> int:
 
 
 def encode(local: jax.Array, width: int) -> jax.Array:
-    """``local i32[c]``, ascending with ``width`` for padding at the end: ``i32[w]``."""
+    """Encodes ``local i32[c]``, ascending with ``width`` for padding at the end, as ``i32[w]``."""
     low = low_bits(local.shape[0], width)
     # In NumPy: the last edge may be 2**31.
     edges = np.minimum(np.arange(_pages(width, low) + 1, dtype=np.int64) << low, width)
@@ -146,7 +145,7 @@ def decode(message: jax.Array, slots: int, width: int) -> jax.Array:
     ends = running_sum(_bits.unpack(message[:count_words], _COUNT_BITS))
     within = _bits.unpack(message[count_words:], low)[:slots]
     slot = jnp.arange(slots, dtype=jnp.int32)
-    # Each page that ends at a slot moves it, and all behind it, one page on.
+    # Each page that ends at a slot moves it, and all slots after it, one page on.
     marks = jnp.zeros((slots,), jnp.int32).at[ends].add(1, mode="drop")
     page = running_sum(marks)
     return jnp.where(slot < ends[-1], (page << low) | within, width)

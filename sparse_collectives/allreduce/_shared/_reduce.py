@@ -1,18 +1,18 @@
-"""What is around the sums of a step: a state that counts it, and a range that they stay in.
+"""The steps of an allreduce: a state that counts them, and a range in which their sums stay.
 
-Each worker sends of an entry at most its share of the range of the dtype, and keeps the
-rest for the next step. No sum of what P workers send can then overflow, in whatever
-order and in however many parts it is made: nothing has to be checked on the way, no
-partial sum that is infinite can end in a residual, and it holds for a ``psum`` too.
+Each worker sends at most its share of the range of the dtype of an entry, and keeps the
+rest for the next step. Then no sum of entries of P workers can overflow, in whatever
+order and in however many parts it is made. Nothing has to be checked on the way, no
+infinite partial sum can end in a residual, and the same holds for a ``psum``.
 
-The share is a power of two. So what is sent and what is kept are exact, and add up to
-what there was. Only magnitudes above 1.7e38 / P are cut (float32 and bfloat16; float16:
-32768 / P; float64: 9e307 / P), which are on their way to an overflow in any case; they
-are delivered over several steps. Infinities and NaN are sent as they are, to be seen.
+The share is a power of two. So the sent and the kept part are exact, and add up to
+the entry. Only magnitudes above 1.7e38 / P are cut (float32 and bfloat16; float16:
+32,768 / P; float64: 9e307 / P). They are on their way to an overflow in any case, and
+are delivered over several steps. Infinities and NaN are sent unchanged, to be seen.
 
-It is about one exchange. Where a worker may be left with a part of such a sum, beside what it
-keeps of its own (``SparseAllreduce.keeps_others``), both together may be too large, and whoever
-keeps them has to see to that: ``optax_ext`` takes no gradient that is within 2^25 of an overflow.
+This is about one exchange. If a worker may have to keep a part of such a sum in addition to its own
+entries (``SparseAllreduce.keeps_others``), both together may be too large, and the caller has to
+prevent that: ``optax_ext`` accepts no gradient that is within 2^25 of an overflow.
 """
 
 import functools
@@ -29,12 +29,12 @@ from sparse_collectives._data import PaddedCOO
 from sparse_collectives._types import AxisName, State
 
 # Rounding to a level of a coarse code can make a value larger: with ``qsgd(bits=2,
-# norm="l2")`` by the square root of its bucket, each time that it is encoded.
+# norm="l2")`` by the square root of its bucket's length, each time that it is encoded.
 _LOSSY_MARGIN = 16
 
 
 class StepState(NamedTuple):
-    """State of an allreduce that varies from step to step what waits and how it rounds.
+    """State of an allreduce whose waiting entries and rounding vary from step to step.
 
     Attributes:
       count: ``i32[]``, steps taken; the same on every worker.
@@ -50,27 +50,27 @@ def init(size: int, axis_size: int) -> StepState:
 
 
 def without_state(size: int, axis_size: int) -> tuple[()]:
-    """The ``init`` of an allreduce for n components and P workers that has nothing to keep."""
+    """The ``init`` of an allreduce without state, for n components and P workers."""
     _validation.check_size(size)
     _validation.check_positive_int("axis_size", axis_size)
     return ()
 
 
 def turn(count: jax.Array, stage: int) -> jax.Array:
-    """Which entries wait, in a stage of step ``count i32[]``: ``u32[]``, for windows.
+    """The turn of a stage of step ``count i32[]``, ``u32[]``: it decides which entries wait.
 
-    Unlike any seed, and another one for each stage: a window that depended on the one
-    before it, or on what a codec leaves out, could leave out the same entry for ever.
-    The same on every worker, so that of an index that all have all parts go together.
+    It is unlike any seed, and differs between stages: a window that depended on the window
+    before it, or on the entries that a codec leaves out, could leave out one entry without end.
+    It is the same on every worker, so that all parts of an index that all have go together.
     """
     return _hash.combine(count, stage, -1)
 
 
 def seed(count: jax.Array, stage: int, sender: jax.Array | int) -> jax.Array:
-    """The seed of a message, ``u32[]``: another one for each step, stage and sender.
+    """The seed of a message, ``u32[]``, which differs for each step, stage and sender.
 
-    Errors of different workers and steps don't add up if they are independent. Replicas that
-    encode the same sum pass the same ``sender``, so that they send the same bits.
+    Independent errors of different workers and steps do not add up. Replicas that encode the
+    same sum pass the same ``sender``, so that they send the same bits.
     """
     return _hash.combine(count, stage, sender)
 
@@ -78,13 +78,13 @@ def seed(count: jax.Array, stage: int, sender: jax.Array | int) -> jax.Array:
 def largest_share(dtype, workers: int, *, exact: bool = True) -> float:
     """The largest magnitude that each of P workers may add to a sum, a power of two.
 
-    P of them make at most half of the largest finite number.
+    P of them add up to at most half of the largest finite number.
 
     Args:
       dtype: of the values.
       workers: P.
-      exact: whether the values arrive as they were sent. If not, a 2^16th of it, except
-        in float16, which does not have that much room to give away.
+      exact: whether the values arrive as they were sent. If not, the share is 2^16 times smaller,
+        except in float16, which does not have that much range.
     """
     highest = int(jnp.finfo(dtype).maxexp) - 1
     if not exact and jnp.finfo(dtype).maxexp > 2 * _LOSSY_MARGIN:
@@ -93,14 +93,14 @@ def largest_share(dtype, workers: int, *, exact: bool = True) -> float:
 
 
 def sums_in_range(*, exact: bool = True, float64: bool = False) -> Callable[[Callable], Callable]:
-    """A decorator for ``reduce`` of an allreduce that adds: entries are cut to their share.
+    """A decorator for ``reduce`` of an allreduce that adds: it cuts entries to their share.
 
-    What is cut off is in ``undelivered``. Cost: a few operations for each slot. One
-    worker adds nothing, and its entries are left alone.
+    The parts that are cut off are in ``undelivered``. Cost: a few operations for each slot.
+    A single worker adds nothing, and its entries are not cut.
 
     Args:
-      exact: as of :func:`largest_share`.
-      float64: whether all that ``reduce`` does keeps values of 64 bits whole.
+      exact: as in :func:`largest_share`.
+      float64: whether ``reduce`` keeps values of 64 bits exact.
 
     Raises:
       TypeError: at ``reduce``, values of another dtype.
@@ -122,7 +122,7 @@ def sums_in_range(*, exact: bool = True, float64: bool = False) -> Callable[[Cal
             total, undelivered, state, info = reduce(
                 PaddedCOO(sent, coo.indices, coo.size), state, axis=axis, **options
             )
-            # Not a sum for all slots: it would flush subnormals on some platforms.
+            # Added only to slots that were cut: an addition flushes subnormals on some platforms.
             slots = jnp.where(too_large, undelivered.slots + rest, undelivered.slots)
             return total, undelivered._replace(slots=slots), state, info
 
@@ -132,7 +132,7 @@ def sums_in_range(*, exact: bool = True, float64: bool = False) -> Callable[[Cal
 
 
 def _exceeds(values: jax.Array, share: np.ndarray) -> jax.Array:
-    """Where finite magnitudes are above ``share``."""
+    """Whether values are finite, with magnitudes above ``share``."""
     if values.dtype == jnp.float64:
         return (jnp.abs(values) > share) & jnp.isfinite(values)
     bits = _bits.magnitude_bits(values)

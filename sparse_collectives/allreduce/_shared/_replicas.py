@@ -1,15 +1,15 @@
-"""A result that every worker has, in the type that says so.
+"""Results that every worker has, with the type of a replicated value.
 
-After a butterfly every worker holds the same bits, but a program can't know it:
+After a butterfly every worker holds the same bits, but the program does not show it:
 under ``shard_map(check_vma=True)`` the result of a ``ppermute`` is typed as
 varying. Only a collective makes a replicated type, and the cheapest is an
 allgather to which each of Q holders gives its share of the slots: L (P-1)/Q words
-for a total of L words. Where types are not checked nothing is moved.
+for a total of L words. If types are not checked, nothing is moved.
 
 A result of worker 0 alone takes a scatter along a tree, and an allgather. A binomial tree sends the
 whole message ceil(log2 P) times from its root. Here the root sends each block of it once, down the
-same tree, and an allgather puts the blocks together: that costs the root two messages instead of
-log2 P of them, and has the type, too.
+same tree, and an allgather joins the blocks. This costs the root two messages instead of log2 P,
+and the result has the replicated type.
 """
 
 from typing import cast
@@ -27,7 +27,7 @@ from sparse_collectives.transport import _dispatch
 
 
 def share(total: Stream, axis: AxisName, holders: int) -> Stream:
-    """The total, typed as the same on every worker.
+    """Types the total as the same on every worker.
 
     Args:
       total: the same on the first ``holders`` workers.
@@ -35,12 +35,12 @@ def share(total: Stream, axis: AxisName, holders: int) -> Stream:
       holders: how many workers give a share; the others receive only.
 
     Returns:
-      As ``total``; one of pairs with up to ``holders - 1`` more slots of padding.
+      The total; if it has pairs, with up to ``holders - 1`` more slots of padding.
     """
     codec, me, seed = wire.raw(), transport.axis_index(axis), jnp.uint32(0)
     part = share_slots(_slots_of(total), holders)
     if not isinstance(total, PaddedCOO):
-        # What the others give is not looked at.
+        # The shares of the other workers are ignored.
         whole = jnp.pad(total, (0, holders * part - total.shape[0]))
         mine = lax.dynamic_slice_in_dim(whole, jnp.minimum(me, holders - 1) * part, part)
         gathered = transport.all_gather(codec.encode_dense(mine, seed)[0], axis)
@@ -59,7 +59,7 @@ def share_slots(slots: int, holders: int) -> int:
 
 
 def shared_words(total: Stream, holders: int, workers: int) -> tuple[float, jax.Array]:
-    """Words that :func:`share` makes each worker receive, and how many are no padding."""
+    """Words that :func:`share` makes each worker receive, and how many of them are not padding."""
     codec, part = wire.raw(), share_slots(_slots_of(total), holders)
     if not isinstance(total, PaddedCOO):
         words = _dispatch.words_of_all_gather(
@@ -90,7 +90,7 @@ def from_first(message: jax.Array, axis: AxisName) -> jax.Array:
     """The message of worker 0, on every worker.
 
     Args:
-      message: ``i32[w]``; that of the other workers is not looked at.
+      message: ``i32[w]``; the messages of other workers are ignored.
       axis: the workers.
 
     Returns:

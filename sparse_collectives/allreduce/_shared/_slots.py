@@ -1,6 +1,6 @@
-"""How many slots the messages of the algorithms with regions of equal width have.
+"""The slots of the messages in algorithms with regions of equal width.
 
-Plain Python, for the algorithms themselves and for the cost model.
+The module is plain Python, for the algorithms and for the cost model.
 """
 
 import math
@@ -46,9 +46,9 @@ def union_slots(
       capacity: c, the slots of a selection.
       regions: the regions.
       sources: workers that have contributed.
-      slack: slots as a multiple of what is expected.
+      slack: slots as a multiple of the expected number.
       fill: the expected union of the selections of all workers as a multiple of c;
-        None: that of uniformly random indices, n (1 - (1 - c/n)^P) (appendix B.1).
+        None: the union of uniformly random indices, n (1 - (1 - c/n)^P) (appendix B.1).
         ``math.inf``: slots for everything.
     """
     everything = min(sources * block_slots(capacity, regions, slack), regions.width)
@@ -67,9 +67,9 @@ def sparse_forms(most: int, least: int, count: int, fits: Callable[[int], bool])
 
     Args:
       most: no form has more slots.
-      least: no form has fewer slots, where the largest has more.
-      count: how many there are at most; each has half the slots of the next.
-      fits: whether a message of so many slots is short enough; so are all shorter ones.
+      least: no form has fewer slots, unless the largest has fewer.
+      count: the largest number of forms; each has half the slots of the next.
+      fits: whether a message of so many slots is short enough; then all shorter ones are.
     """
     low, high = 0, most
     while low < high:

@@ -1,9 +1,9 @@
-"""A sum on its way: value-index pairs, or dense where these take more words.
+"""Partial sums on their way: value-index pairs, or dense if pairs take more words.
 
 SparCML, section 5.1: a stream is sparse up to delta = n isize / (c + isize) entries and
-dense beyond, so that no message is longer than a dense one. What counts here are the slots
-of a message, which are static, so the switch is made when a program is traced; with a codec
-delta is where its pairs and its dense run have the same number of words.
+dense beyond, so that no message is longer than a dense one. Here the slots of a message
+decide, which are static, so the switch is made when a program is traced. With a codec,
+delta is the count for which its pairs and its dense run have the same number of words.
 """
 
 from typing import NamedTuple
@@ -25,10 +25,10 @@ class Sent(NamedTuple):
 
     Attributes:
       message: ``i32[w]``.
-      lost: what the sender has to keep of it: entries that are not in the message, and the
+      lost: the part that the sender has to keep: entries that are not in the message, and the
         errors of the others.
-      sent: ``bool[]`` or ``bool[c]``, of the slots of ``lost``: whether they are in the message.
-      useful: ``f32[]``, words of it that are no padding.
+      sent: ``bool[]`` or ``bool[c]``, whether the slots of ``lost`` are in the message.
+      useful: ``f32[]``, words of the message without padding.
     """
 
     message: jax.Array
@@ -71,19 +71,19 @@ def encode(stream: Stream, codec: Codec, seed: jax.Array) -> Sent:
 
 
 def decode(message: jax.Array, like: Stream, codec: Codec) -> Stream:
-    """What a receiver makes of the message of a stream with the shape of ``like``."""
+    """Decodes the message of a stream with the shape of ``like``."""
     if isinstance(like, PaddedCOO):
         return codec.decode(message, like.size, like.values.dtype)
     return codec.decode_dense(message, like.shape[0], like.dtype)
 
 
 def add(first: Stream, second: Stream, most: int) -> Stream:
-    """The sum: sparse streams are merged, and what is dense stays so.
+    """The sum: two sparse streams are merged, and with a dense one the sum is dense.
 
     Args:
-      first: what is summed first.
-      second: what is added to it.
-      most: indices that the two have between them at most.
+      first: the first summand.
+      second: the second summand.
+      most: the largest number of indices of both together.
     """
     if isinstance(first, PaddedCOO) and isinstance(second, PaddedCOO):
         rows = [PaddedCOO(x.values[None], x.indices[None], x.size) for x in (first, second)]
@@ -94,14 +94,14 @@ def add(first: Stream, second: Stream, most: int) -> Stream:
 
 
 def only_where(condition: jax.Array, stream: Stream) -> Stream:
-    """The stream where ``condition bool[]`` holds, else nothing."""
+    """The stream if ``condition bool[]`` holds, else an empty one."""
     if isinstance(stream, PaddedCOO):
         return _data.only_where(condition, stream)
     return jnp.where(condition, stream, jnp.zeros_like(stream))
 
 
 def entries_of(values: jax.Array) -> PaddedCOO:
-    """What is not 0 of ``f[n]``, in n slots."""
+    """The nonzero entries of ``f[n]``, in n slots."""
     size = values.shape[0]
     place = jnp.arange(size, dtype=jnp.int32)
     return PaddedCOO(values, jnp.where(values != 0, place, size), size)

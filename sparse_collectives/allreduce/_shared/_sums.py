@@ -1,15 +1,15 @@
-"""Complete sums: what all workers have of an index that any of them selected.
+"""Full sums: the values of all workers at an index that any of them selected.
 
-Every worker knows the same indices. Each adds all that it has there, and keeps nothing
-but what rounding, or a cut to its share of the range, took off.
+The code calls these sums complete. Every worker has the same indices. Each adds all its values
+there, and keeps only the part that rounding, or a cut to its share of the range, took off.
 
-Values are added as they are, or as numbers of a few bits, whose sums are exact in any order and
+Values are added unchanged, or as numbers of a few bits, whose sums are exact in any order and
 with any collective that adds integers. All workers round them to multiples of one step, a power
-of two that they have agreed on for each bucket of values. A field of b bits holds the sum of P of
-them: each worker adds an integer in [0, 2h] with h = (2**b - 1) // 2P, which stands for one in
+of two on which they have agreed for each bucket of values. A field of b bits holds the sum of P of
+them: each worker adds an integer in [0, 2h] with h = (2**b - 1) // (2 P), which stands for one in
 [-h, h]. Fields never carry into each other, so that several make one word, and a psum of words
-adds them all up. A worker knows by itself what rounding and clipping took off its values, to the
-last bit, and nobody rounds anything on the way.
+adds them all up. A worker can compute exactly what rounding and clipping took off its values, and
+no other worker rounds anything on the way.
 """
 
 from typing import NamedTuple
@@ -36,7 +36,7 @@ class Complete(NamedTuple):
 
     Attributes:
       total: a PaddedCOO in the order of the indices, the same on every worker.
-      undelivered: what this worker keeps.
+      undelivered: the part that this worker keeps.
     """
 
     total: PaddedCOO
@@ -48,7 +48,7 @@ def within_range(values: jax.Array, workers: int) -> jax.Array:
     if workers == 1:
         return values
     share = jnp.asarray(_reduce.largest_share(values.dtype, workers), values.dtype)
-    # What is not finite is seen as it is.
+    # Values that are not finite stay as they are, to be seen.
     return jnp.where(jnp.isfinite(values), jnp.clip(values, -share, share), values)
 
 
@@ -61,22 +61,22 @@ def sum_at(
     bits: int = 32,
     gives: jax.Array | None = None,
 ) -> Complete:
-    """One psum of what all workers have at ``indices``.
+    """One psum of the values of all workers at ``indices``.
 
     Args:
       indices: ``i32[K]``, the same on every worker, unique but for padding.
-      acc: ``f[n]``, what this worker has; None: what it has selected, and nothing else is
-        its own to give or to clear.
+      acc: ``f[n]``, the values of this worker. None: only its selection, and it neither
+        contributes nor clears any other entry.
       coo: its selection.
       axis: the workers.
-      step: ``f32[K]``, the same on every worker: values are sent as multiples of it. None: as
-        they are.
-      bits: of a value, with a step.
-      gives: ``bool[]``, whether this worker gives anything; None: it does.
+      step: ``f32[K]``, the same on every worker: values are sent as multiples of it. None:
+        unchanged.
+      bits: bits of a value, with a step.
+      gives: ``bool[]``, whether this worker contributes anything; None: it does.
     """
     workers, size = transport.axis_size(axis), coo.size
     held = coo.to_dense() if acc is None else acc
-    # Unsigned: else jax asks of each index whether it counts from the end.
+    # Unsigned, because jax tests for each signed index whether it counts from the end.
     mine = held.at[indices.astype(jnp.uint32)].get(mode="fill", fill_value=0)
     if gives is not None:
         mine = jnp.where(gives, mine, 0)
@@ -91,9 +91,9 @@ def sum_at(
         words = transport.psum(words, axis)
         sums = unpack(words, indices.shape[0], largest, bits, workers)
         total = sums.astype(jnp.float32) * step
-        # Whole multiples of a step, which float32 has all the bits of.
+        # These are whole multiples of a step, of which float32 has all bits.
         kept = mine.astype(jnp.float32) - whole.astype(jnp.float32) * step
-    # What is not finite reaches everyone, and nobody keeps it.
+    # A sum that is not finite reaches all workers, and no worker keeps it.
     kept = jnp.where(jnp.isfinite(total), kept, 0).astype(coo.values.dtype)
     total = jnp.where(indices < size, total, 0).astype(coo.values.dtype)
     cleared = indices
@@ -115,27 +115,27 @@ def sum_words(slots: int, workers: int, bits: int) -> float:
 
 
 def half(bits: int, workers: int) -> int:
-    """The largest integer h of one worker in a field of so many bits; 0 where there is none."""
+    """The largest integer h of one worker in a field of so many bits; 0 if there is none."""
     return ((1 << bits) - 1) // (2 * workers)
 
 
 def buckets(slots: int) -> int:
-    """Steps of so many values."""
+    """The number of steps for so many values."""
     return -(-slots // BUCKET)
 
 
 def steps(values: jax.Array, largest: int, turn: jax.Array) -> jax.Array:
     """``f32[buckets]``: a power of two for each bucket, of which values are sent as multiples.
 
-    It is the smallest of which ``largest`` are the largest magnitude of the bucket. Where that
-    would round other values to 0, it is at every other turn, as a hash of the turn decides, one
-    that suits some of these: a magnitude is drawn from their range, uniformly in its logarithm,
-    and the step is made for the largest of them up to it. What is larger is cut at these turns, and
-    waits. So a value that is far below the others of its bucket does not wait until it has grown
-    to their size, and has probability s / 2 at a turn, with s the share of the range between
-    it and the next larger one.
+    It is the smallest one of which ``largest`` multiples reach the largest magnitude of the bucket.
+    If that would round other values to 0, it suits some of these at every other turn, as a hash of
+    the turn decides: a magnitude is drawn from their range, uniformly in its logarithm, and the
+    step is made for the largest of them up to it. Larger values are cut at these turns, and the
+    rest of them waits. So a value that is far below the others of its bucket does not wait until it
+    has grown to their size, and is suited with probability s / 2 at a turn, with s the share of the
+    range between it and the next larger one.
 
-    Not finite for a bucket in which a value isn't.
+    The step is not finite for a bucket with a value that is not finite.
 
     Args:
       values: ``f[c]``.
@@ -146,7 +146,7 @@ def steps(values: jax.Array, largest: int, turn: jax.Array) -> jax.Array:
     bits = bits.reshape(-1, BUCKET)
     most = jnp.max(bits, axis=1)
     step = _step_of(most, largest)
-    # Half a step rounds to 0, and what is subnormal is never sent.
+    # Half a step rounds to 0, and subnormal values are never sent.
     top = _bits.magnitude_bits(step) - (1 << _MANTISSA_BITS)
     lost = (bits <= top[:, None]) & (bits >= _SMALLEST_NORMAL)
     least = jnp.min(jnp.where(lost, bits, _bits.INFINITY_BITS), axis=1)
@@ -161,7 +161,7 @@ def steps(values: jax.Array, largest: int, turn: jax.Array) -> jax.Array:
 
 
 def _step_of(most: jax.Array, largest: int) -> jax.Array:
-    """The smallest power of two of which ``largest`` are the magnitude of the pattern ``most``."""
+    """The smallest power of two of which ``largest`` multiples reach the pattern ``most``."""
     bits = _bits.magnitude_bits(_bits.magnitude_from_bits(most) / largest)
     up = (bits & ((1 << _MANTISSA_BITS) - 1)) > 0
     exponent = (bits >> _MANTISSA_BITS) + up.astype(jnp.int32)
@@ -177,15 +177,15 @@ def of_slots(step: jax.Array, slots: int) -> jax.Array:
 def rounded(values: jax.Array, step: jax.Array, largest: int) -> jax.Array:
     """The integers ``i32[...]`` in [-largest, largest] nearest to ``values / step``.
 
-    0 where that is not a number; the step is then no number either, or the value waits.
+    0 for a quotient that is not a number: then the step is not one either, or the value waits.
     """
-    # A power of two: the quotient is exact, unless it is too large or too small to matter.
+    # The step is a power of two, so the quotient is exact unless it is extreme and clipped or 0.
     multiple = jnp.clip(jnp.round(values.astype(jnp.float32) / step), -largest, largest)
     return jnp.where(jnp.isnan(multiple), 0, multiple).astype(jnp.int32)
 
 
 def pack(integers: jax.Array, largest: int, bits: int) -> jax.Array:
-    """``i32[c]`` in [-largest, largest] as words to be added up."""
+    """Packs ``i32[c]`` in [-largest, largest] into words that can be added up."""
     return _bits.pack(integers + largest, bits)
 
 

@@ -1,21 +1,21 @@
-"""Balance: the selected entries, spread evenly over the workers.
+"""Balancing: the selected entries are spread evenly over the workers.
 
 Ok-Topk, section 3.1.2. The allgather moves as many slots from each worker as
 the fullest one needs, so entries are first moved from workers that selected
 many to workers that selected few.
 
-Deviation: the paper balances where the largest count is over four times the
-mean, as in case 3 below, which is the mode ``'paper'``. Messages here have a fixed
-size, so what counts is whether each worker's entries fit its slots of the allgather,
-and there are four cases, chosen by the counts that all workers know:
+Deviation: the paper balances if the largest count is over four times the
+mean, as in case 3 below; this is the mode ``'paper'``. Messages here have a fixed
+size, so it matters whether each worker's entries fit its slots of the allgather,
+and there are four cases, chosen by the counts, which all workers have:
 
 0. all fit: nothing moves;
-1. the surplus fits when each worker passes a few entries to its right
-   neighbour: one ``ppermute``;
+1. the surplus fits if each worker passes a few entries to its right
+   neighbor: one ``ppermute``;
 2. the surplus is dealt out to all workers that have room (:mod:`._spread`): one
    ``all_to_all`` with blocks of a quarter of ceil(k / P);
 3. otherwise entry r of all m, in the order of the workers, goes to worker
-   r // ceil(m / P), so that each has its share of what there is: one ``all_to_all``
+   r // ceil(m / P), so that all have equal shares: one ``all_to_all``
    with blocks of ceil(k / P) slots, which fits whatever the counts are.
 """
 
@@ -34,7 +34,7 @@ from sparse_collectives.allreduce._shared import _messages
 from sparse_collectives.allreduce.ok_topk import _spread
 from sparse_collectives.allreduce.ok_topk._plan import Collective, Plan
 
-# Over so many times the mean, the largest count makes the paper balance.
+# The paper balances if the largest count is over so many times the mean.
 _GATE = 4
 
 
@@ -42,7 +42,7 @@ def ring_flow(counts: jax.Array, capacity: int) -> jax.Array:
     """How many entries each worker passes to the right, ``i32[P]``.
 
     The smallest f >= 0 with f[w] = max(0, f[w-1] + counts[w] - capacity) around
-    the ring: a worker keeps what it has room for and passes on the rest. It takes
+    the ring: a worker keeps as many entries as fit, and passes on the rest. It takes
     two laps of a running maximum, since a surplus may travel all the way around.
     """
     workers = counts.shape[0]
@@ -61,8 +61,8 @@ def choose_branch(
       counts: ``i32[P]``, how many entries each worker has.
       plan: the slots.
       axis: the workers.
-      paper: everything by rank where one has over four times the mean, or more than fit
-        its slots of the allgather.
+      paper: everything by rank if one worker has over four times the mean, or more entries than
+        slots of the allgather.
     """
     if paper:
         most, total = jnp.max(counts), jnp.sum(counts.astype(jnp.float32))
@@ -81,15 +81,15 @@ def choose_branch(
 
 
 class Balanced(NamedTuple):
-    """Entries, spread evenly.
+    """The entries after balancing.
 
     Attributes:
       entries: ``plan.gather_slots`` slots.
-      error: ``f[m]`` over the slots of the entries that went in: what the worker
-        that now holds an entry misses of it. None with an exact codec.
+      error: ``f[m]`` over the slots of the entries that went in: the part of each that the
+        worker that now holds it misses. None with an exact codec.
       unsent: ``i32[]``, entries that this worker could not pass on.
-      most: ``i32[]``, how many a worker has at most, which all of them know.
-      words: what the exchange moved.
+      most: ``i32[]``, the largest number of entries of a worker, equal on all workers.
+      words: the words that the exchange moved.
     """
 
     entries: PaddedCOO
@@ -132,11 +132,11 @@ def balance(
       axis: the workers.
       codec: how a message is encoded.
       seed: ``u32[]``, for the codec.
-      exchanges: what each branch moves.
+      exchanges: the message of each branch.
       mode: ``'auto'`` and ``'paper'``: by ``branch``; ``'always'``: everything by rank;
         ``'never'``: each worker takes as many of its own as fit.
-      turn: ``u32[]``, from :func:`._reduce.turn`: with ``'never'``, which entries do not fit
-        changes from step to step.
+      turn: ``u32[]``, from :func:`._reduce.turn`: with ``'never'``, the entries that do not fit
+        change from step to step.
     """
     workers, capacity = plan.workers, plan.gather_slots
     me = transport.axis_index(axis)
@@ -152,7 +152,7 @@ def balance(
         return _result(take(entries, source), entries, codec, axis)._replace(unsent=unsent)
 
     def send(source: jax.Array, move, kept: jax.Array, senders: jax.Array):
-        """Sends the entries at ``source[..., b]``; joins what arrives to the first ``kept``."""
+        """Sends the entries at ``source[..., b]``; joins the arrivals to the first ``kept``."""
         outgoing = codec.encode(take(entries, source), seed)
         incoming = codec.decode(move(outgoing.message), entries.size, entries.values.dtype)
         joined = _join(entries, kept, incoming, senders < me, capacity)
@@ -208,7 +208,7 @@ def balance(
             return by_rank()
         if mode == "paper":
             return lax.cond(branch == 3, by_rank, stay)
-        # Slots for all k: nothing can be uneven.
+        # With slots for all k nothing can be uneven.
         if capacity >= entries.capacity:
             return stay()
         if mode == "never":
@@ -223,7 +223,7 @@ def balance(
 
 
 def _most_after(counts: jax.Array, branch: jax.Array, plan: Plan, mode: str) -> jax.Array:
-    """How many entries a worker has at most when they are balanced, ``i32[]``."""
+    """The largest number of entries of a worker after balancing, ``i32[]``."""
     if mode == "always":
         return even_share(counts)
     most, room = jnp.max(counts), plan.gather_slots
@@ -235,7 +235,7 @@ def _most_after(counts: jax.Array, branch: jax.Array, plan: Plan, mode: str) -> 
 
 
 def even_share(counts: jax.Array) -> jax.Array:
-    """How many entries each of the workers gets if they share all evenly, ``i32[]``."""
+    """How many entries each worker gets if all entries are shared evenly, ``i32[]``."""
     workers = counts.shape[0]
     return (jnp.sum(counts, dtype=jnp.int32) + workers - 1) // workers
 
@@ -247,11 +247,11 @@ def words_of_branches(
     plan: Plan,
     unsent: jax.Array,
 ) -> _messages.Words:
-    """What each branch moves, ``f32[4]``."""
+    """The words that each branch moves, ``f32[4]``."""
     workers, mine, block = plan.workers, counts[me], even_share(counts)
     before = jnp.arange(workers, dtype=jnp.int32) < me
     first = jnp.sum(jnp.where(before, counts, 0), dtype=jnp.int32)
-    # Those whose rank is in this worker's own block stay.
+    # Entries whose rank is in this worker's own block stay.
     staying = jnp.minimum(first + mine, (me + 1) * block) - jnp.maximum(first, me * block)
     by_rank = mine - jnp.maximum(staying, 0)
     flow = ring_flow(counts, plan.gather_slots)[me]
@@ -275,8 +275,8 @@ def _join(
 ) -> PaddedCOO:
     """The first ``kept`` slots of ``own`` and the entries that arrived, in ``capacity`` slots.
 
-    Rows of ``incoming`` for which ``is_before`` holds go in front, the others behind:
-    a worker's entries are those of its region, and regions ascend with the workers.
+    Rows of ``incoming`` for which ``is_before`` holds go to the front, the others to the end:
+    a worker's entries belong to its region, and regions ascend with the workers.
     """
     indices = incoming.indices.reshape(-1)
     arrived = incoming.indices < own.size
@@ -294,7 +294,7 @@ def _join(
 
 
 def _result(moved: PaddedCOO, entries: PaddedCOO, codec: Codec, axis: AxisName) -> _Moved:
-    """Without an error, but typed like the result of any other branch."""
+    """A result without an error, typed like the result of any other branch."""
     unsent = jnp.zeros((), jnp.int32)
     if codec.exact:
         return _Moved(moved, None, unsent)

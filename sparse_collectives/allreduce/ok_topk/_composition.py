@@ -13,7 +13,7 @@ from sparse_collectives.allreduce._shared import _messages, _reduce
 from sparse_collectives.allreduce.ok_topk import _delivery, _exchanges, _plan, _state
 from sparse_collectives.allreduce.ok_topk._state import OkTopkState
 
-# As published: tau' of its vision model and of its LSTM, and the gate of the balancing.
+# As published: tau' of the paper's vision model and of its LSTM, and the gate of its balancing.
 _PAPER_PERIOD, _PAPER_ROOM = 32, 4.0
 
 
@@ -37,81 +37,81 @@ def ok_topk(
 
     Entries of a worker that are not in the total are in its ``undelivered``.
 
-    The words that each worker receives, padding included, with the default
-    arguments and m = k / P: ``(2.1 + 4 / sqrt(m)) k (P-1)/P`` in the split and
-    reduce, and again in the allgather, or ``2 + 6 / sqrt(m)`` where that is less (in
-    the split for selections of k slots only); and ``7 / sqrt(m) k (P-1)/P`` for the global
-    threshold, if that is at most 0.2 k or 4096 words. Else, and in about P of 2000 steps in
-    addition, the threshold takes at most 0.2 k (P-1)/P (but at least 248 (P-1)/P), and the
-    balancing nothing or, where chance made a region large, ``4 sqrt(m)``, in the extreme
-    2 k (P-1)/P. That is within the paper's bound of 6 k (P-1)/P from about m = 90 on, but for
-    the extreme (``docs/design.md`` has a table); the lower bound is 2 k (P-1)/P (Theorem 3.1).
-    Latency: three collectives in most steps; five to ten small ones more in the others.
+    Cost, with the default arguments and m = k / P, in words that each worker receives, padding
+    included. The split and reduce takes ``(2.1 + 4 / sqrt(m)) k (P-1)/P``, and so does the
+    allgather, or ``(2 + 6 / sqrt(m)) k (P-1)/P`` if that is less (in the split for selections of
+    k slots only). The global threshold takes ``7 / sqrt(m) k (P-1)/P``, if that is at most 0.2 k
+    or 4,096 words. Otherwise, and in addition in about P of 2,000 steps, it takes at most
+    0.2 k (P-1)/P (but at least 248 (P-1)/P), and the balancing takes nothing or, if chance made a
+    region large, ``4 sqrt(m)``, at the extreme 2 k (P-1)/P. Except at the extreme this is within
+    the paper's bound of 6 k (P-1)/P from about m = 90 on (``docs/architecture.md`` has a table);
+    the lower bound is 2 k (P-1)/P (Theorem 3.1). Latency: three collectives in most steps, and five
+    to ten small ones more in the others.
 
     Args:
       density: k / n of the result, in (0, 1].
       repartition_period: tau, steps between two repartitions of the index space, with
         ``regions='balanced'``.
-        Deviation from the paper: after a step on which more than an eighth of the
-        entries found no slot, the next one comes at once.
+        Deviation from the paper: after a step in which more than 1/8 of the
+        entries found no slot, the next repartition follows at once.
       global_period: tau', steps between two evaluations of the exact global
-        threshold. 1, the default, selects exactly min(k, nonzeros) entries at
+        threshold. The default 1 selects exactly min(k, nonzeros) entries at
         every step; larger values reuse the threshold as the paper does, corrected
-        by the count, and deliver at most k. (With ``paper`` 32 by default.)
+        by the count, and deliver at most k. (With ``paper`` the default is 32.)
       slack: slots of a message as a multiple of its share k / P, at least 1; from P
-        on, or ``math.inf``, there is room for everything. None: with hashed regions
-        1.05 times k / P and twice the square root of k / P (or the even share of all that
-        can be sent and three times, where that is less), else 1.25 times k / P.
+        on, or with ``math.inf``, there is room for everything. None: with hashed regions
+        1.05 k / P + 2 sqrt(k / P) slots, or the even share of all entries that can be sent
+        + 3 sqrt(k / P) if that is less; otherwise 1.25 k / P.
         Entries that find no slot stay with their worker, and which ones changes
         from step to step.
       schedule: ``'all_to_all'``, one collective, or the paper's ``'rotation'``, one message for
         each distance on the ring, in buckets. The result has the same bits.
       messages_in_flight: messages of a rotation that may be under way together: a bucket.
-        It is added to the region's sums while the next one is under way (section 3.1.1),
-        where the platform's collectives are asynchronous; each bucket costs a pass over the
+        A bucket is added to the region's sums while the next one is under way (section 3.1.1),
+        if the platform's collectives are asynchronous; each bucket costs a pass over the
         sums so far.
-      regions: which worker owns which index. ``'hashed'``: of each P consecutive
-        indices every worker owns one, by a hash of their place and of the step, so
+      regions: which worker owns which index. ``'hashed'``: every worker owns one of each P
+        consecutive indices, by a hash of their place and of the step, so
         that no selection crowds an owner, however uneven it is and however much the
         workers differ. ``'balanced'``: the paper's boundaries, which follow the mean
-        of the workers' selections; where the workers differ, entries overflow.
-        ``'equal'``, to compare with: of equal width, never cut anew; entries
-        overflow wherever selections are uneven.
-      balance: ``'auto'`` (as little as the counts require), or, to compare with,
+        of the workers' selections; entries overflow if the workers differ.
+        ``'equal'``, for comparison: regions of equal width that never change; entries
+        overflow if selections are uneven.
+      balance: ``'auto'``: as little as the counts require. For comparison,
         ``'always'``: everything by its rank at every step, 2 k (P-1)/P words; or
-        ``'never'``: what does not fit a worker's slots of the allgather is not
-        delivered, counts as overflow of that worker, and stays with all who
-        contributed to it; which entries those are changes from step to step.
-      sizes: how many sizes the messages of a step may have. With several, a step takes the
-        shortest that has room: from what is even, k / P, up to ``slack``. The workers tell
-        each other the size of their largest block first (a word each, and a latency); of the
-        allgather they know it. The program holds the two exchanges so many times.
-      paper: to judge the paper's claims by. ``True``: Algorithm 1 as it is published, with a
-        global threshold that is reused as it is for tau' steps, and everything that reaches it
-        is delivered; the paper's regions, cut anew every tau steps and at no other; and
-        balancing where one worker has over four times the mean (or more than its slots of the
-        allgather), after which each has ceil(m / P) of the m entries. ``'corrected'``: the same,
+        ``'never'``: entries that do not fit a worker's slots of the allgather are not
+        delivered, count as overflow of that worker, and stay with all who
+        contributed; which entries these are changes from step to step.
+      sizes: the number of sizes that the messages of a step may have. With several, a step takes
+        the shortest with room, from the even share k / P up to ``slack``. For the split the workers
+        first exchange the size of their largest block (a word each, and a latency); for the
+        allgather they have it already. The program holds both exchanges once for each size.
+      paper: reproduces the published algorithm. ``True``: Algorithm 1 as published. The
+        global threshold is reused unchanged for tau' steps, and everything that reaches it
+        is delivered. The regions are the paper's, and are cut again every tau steps only. Balancing
+        happens if one worker has over four times the mean (or more than its slots of the
+        allgather), and gives each ceil(m / P) of the m entries. ``'corrected'``: the same,
         but the global threshold is multiplied by 1.008 after a step that delivers more than
         4k/3, and divided by it after one with fewer than 2k/3, as in the program that the paper
-        links to. The local half is ``select.threshold_reuse(density=density, servo=False,
+        links to. The matching selector is ``select.threshold_reuse(density=density, servo=False,
         headroom=slack - 1)``, and with ``'corrected'`` the same with ``servo='fixed'``.
         The paper's messages have the size of their contents. Here all workers together have
         room for ``slack`` times k entries (4 by default): the block of a worker has ``slack``
-        times k / P slots, or, where P is no more than ``slack``, room for everything. What finds
-        no slot stays with its worker. ``useful`` in place of ``words`` says what the paper's
-        messages would take: the pairs of the split, of the balancing and of the allgather, and
-        every tau' steps those of line 10, the allgather of all sums, for which there are
-        histograms here (so it may be above ``words``); boundaries and counts are those of here.
+        times k / P slots, or room for everything if P is at most ``slack``. Entries that find
+        no slot stay with their worker. ``useful``, and not ``words``, has the words of the paper's
+        messages: the pairs of the split, of the balancing and of the allgather, and
+        every tau' steps the pairs of line 10, the allgather of all sums, which histograms
+        replace here (so it may be above ``words``); boundaries and counts are as sent here.
       codec: encoding of the messages, from :mod:`sparse_collectives.wire`; exact by
-        default. What a lossy one rounds away is in ``undelivered``: the error of an
-        entry with its worker, and that of a sum with the worker that sent it on. A
+        default. The rounding errors of a lossy one are in ``undelivered``: the error of an
+        entry with its worker, and the error of a sum with the worker that sent it on. A
         worker's own region, and a single worker's selection, are not encoded.
 
     Returns:
       A :class:`SparseAllreduce`; its total is a PaddedCOO with the slots of all
       workers' messages of the allgather, indices in no order. With a lossy codec an
       index may occur up to three times in ``undelivered``, and ``overflow`` also
-      counts what the codec had no room for.
+      counts the entries for which the codec had no room.
 
     Raises:
       ValueError: an argument out of its range; at ``reduce``, an axis that is not
@@ -158,7 +158,7 @@ def ok_topk(
         workers, me = transport.axis_size(axis), transport.axis_index(axis)
         _state.check(state, coo.size, workers)
         k = _validation.count_from_density(density, coo.size)
-        # How many are delivered at most.
+        # The largest number of entries that are delivered.
         most, share_slack = k, slack
         if room is not None:
             most = min(coo.size, math.ceil(min(room, float(coo.size)) * k))
@@ -178,7 +178,7 @@ def ok_topk(
         )
         # A single worker sends nothing, so nothing has to be encoded.
         codec = chosen_codec if workers > 1 else wire.raw()
-        # Once they are selected, whoever needs the indices alone needs no values.
+        # After the selection, a caller that needs only indices needs no values.
         last, dtype = codec, coo.values.dtype
         if indices_alone:
             last = _messages.indices_alone(codec, plan.gather_slots, coo.size, dtype)
@@ -198,7 +198,7 @@ def ok_topk(
         owners = _state.Owners(workers, None if regions == "hashed" else boundaries, state.count)
         turn = _reduce.turn(state.count, 0)
 
-        # Line 8: each region's entries to its owner.
+        # Line 8: each region's entries go to its owner.
         with jax.named_scope("ok_topk/split_reduce"):
             reduced = _exchanges.split_and_reduce(
                 coo,
@@ -212,7 +212,7 @@ def ok_topk(
                 messages_in_flight=messages_in_flight,
             )
 
-        # Lines 9 to 13: which of the sums are delivered, spread evenly.
+        # Lines 9 to 13: select the sums that are delivered, and spread them evenly.
         delivery = _delivery.deliver(
             reduced.entries,
             reduced.overflow,
@@ -236,7 +236,7 @@ def ok_topk(
                 placed=lambda mine: owners.placed(mine, coo.size, me),
             ),
         )
-        # Line 13 goes on: let everyone have them.
+        # Line 13, continued: gather them on all workers.
         with jax.named_scope("ok_topk/allgather"):
             gathered = _exchanges.gather(
                 delivery.entries,
@@ -248,7 +248,7 @@ def ok_topk(
                 exchanges=exchanges.gather,
             )
 
-        # Line 14: what was sent and is in the total is delivered, the rest is kept.
+        # Line 14: entries that were sent and are in the total are delivered, the rest is kept.
         total = owners.at_indices(gathered.total)
         later = [(owners.at_indices(delivery.entries), gathered.error)]
         if delivery.moved is not None:
@@ -263,7 +263,7 @@ def ok_topk(
             threshold=_state.next_threshold(
                 threshold, delivery.passed, k, coo.size, period=global_period, paper=paper
             ),
-            # Over an eighth of all that could be sent.
+            # Over 1/8 of all entries that could be sent.
             crowded=(delivery.overflow > workers * k / 8) & (not paper),
         )
         words = _messages.words_in_all(

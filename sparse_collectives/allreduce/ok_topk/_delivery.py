@@ -1,8 +1,8 @@
-"""What each worker delivers of the sums that it owns: lines 9 to 13 of Algorithm 1.
+"""Selects the sums that each worker delivers of its own: lines 9 to 13 of Algorithm 1.
 
-Two ways with the same result. At once, where windows show the global threshold and what all
-deliver fits their slots of the allgather: one exchange. Else by rounds: the threshold digit by
-digit, the counts, and the balancing.
+There are two ways with the same result. At once, if windows show the global threshold and all
+delivered entries fit their slots of the allgather: one exchange. Otherwise by rounds: the threshold
+digit by digit, the counts, and the balancing.
 """
 
 from collections.abc import Callable
@@ -22,19 +22,19 @@ from sparse_collectives.allreduce.ok_topk._plan import Collectives, Plan
 
 
 class Options(NamedTuple):
-    """What is known of a step before it.
+    """The options of a step that are static.
 
     Attributes:
       axis: the workers.
       plan: the slots.
       exchanges: the messages.
-      k: entries of the result that the threshold is of.
-      most: entries of the result at most.
+      k: the rank of the threshold among all sums.
+      most: the largest number of entries of the result.
       period: steps between two exact evaluations of the threshold.
-      balance: the mode.
+      balance: the mode of the balancing.
       paper: whether it is Algorithm 1 as published.
-      codec: of what is balanced.
-      placed: a worker's entries, where they belong in the whole vector.
+      codec: encoding of the entries that are balanced.
+      placed: moves a worker's entries to their places in the whole vector.
     """
 
     axis: AxisName
@@ -50,20 +50,20 @@ class Options(NamedTuple):
 
 
 class Delivery(NamedTuple):
-    """What this worker delivers, and what all of them know.
+    """The entries that this worker delivers, and numbers that all workers have.
 
     Attributes:
-      entries: of this worker after the balancing, ``plan.gather_slots`` slots.
-      held: ``i32[]``, how many they are.
-      most: ``i32[]``, how many a worker has at most.
-      delivered: ``i32[]``, how many all have.
-      threshold_bits: ``i32[]``, of the global threshold.
+      entries: entries of this worker after the balancing, ``plan.gather_slots`` slots.
+      held: ``i32[]``, the number of these.
+      most: ``i32[]``, the largest number of entries of a worker.
+      delivered: ``i32[]``, the number of entries of all workers.
+      threshold_bits: ``i32[]``, the bits of the global threshold.
       passed: ``i32[]``, entries of all workers that reach it.
-      overflow: ``f32[]``, of all workers.
+      overflow: ``f32[]``, the overflow of all workers.
       unsent: ``i32[]``, entries that this worker could not pass on.
-      moved: its entries before the balancing, and what their holders miss of each; None where
-        nothing can be missed.
-      words: what was moved.
+      moved: its entries before the balancing, and the part of each that its new holder misses;
+        None if nothing can be missed.
+      words: the words that were moved.
     """
 
     entries: PaddedCOO
@@ -79,14 +79,14 @@ class Delivery(NamedTuple):
 
 
 class Turns(NamedTuple):
-    """What changes from step to step.
+    """Values that change from step to step.
 
     Attributes:
       count: ``i32[]``, steps taken.
-      threshold: ``f32[]``, of the step before.
-      select: ``u32[]``, which entries wait where more reach the threshold than are delivered.
-      balance: ``u32[]``, the same where more are delivered than fit.
-      seed: ``u32[]``, of the codec.
+      threshold: ``f32[]``, the threshold that this step may reuse.
+      select: ``u32[]``, decides which entries wait if more reach the threshold than are delivered.
+      balance: ``u32[]``, decides the same if more are delivered than fit.
+      seed: ``u32[]``, the seed of the codec.
     """
 
     count: jax.Array
@@ -97,13 +97,13 @@ class Turns(NamedTuple):
 
 
 def deliver(entries: PaddedCOO, overflow: jax.Array, turns: Turns, options: Options) -> Delivery:
-    """Selects of the sums ``entries`` that this worker owns; all workers take the same way.
+    """Selects from the sums ``entries`` that this worker owns; all workers take the same way.
 
     Args:
       entries: ascending, at the places of this worker's region.
-      overflow: ``i32[]``, of this worker.
-      turns: of this step.
-      options: of all steps.
+      overflow: ``i32[]``, the overflow of this worker.
+      turns: the values of this step.
+      options: the options of all steps.
     """
     bits = _global_selection.deliverable_bits(entries)
     plan, axis = options.plan, options.axis
@@ -116,7 +116,7 @@ def deliver(entries: PaddedCOO, overflow: jax.Array, turns: Turns, options: Opti
     with jax.named_scope("ok_topk/windows"):
         seen = _windows.look(bits, plan, overflow, axis)
     fits = seen.holds & (jnp.max(seen.quota) <= plan.gather_slots)
-    # Among the rounds is a ppermute, in which all devices of a mesh meet.
+    # The rounds have a ppermute, in which all devices of a mesh meet.
     fits = transport.holds_on_mesh(fits[None], axis)[0]
     assert options.exchanges.window is not None
     words = _messages.words_in_full(options.exchanges.window.received(plan.workers))
@@ -128,7 +128,7 @@ def deliver(entries: PaddedCOO, overflow: jax.Array, turns: Turns, options: Opti
 def _at_once(
     entries: PaddedCOO, bits: jax.Array, seen: _windows.Seen, options: Options
 ) -> Delivery:
-    """By what the windows show."""
+    """Delivers the entries that the windows show."""
     plan = options.plan
     mine = seen.quota[transport.axis_index(options.axis)]
     slot, held = _kth_magnitude.slots_from(bits, seen.threshold_bits, mine, none=plan.gather_slots)
@@ -192,7 +192,7 @@ def _by_rounds(
             mode=options.balance,
             turn=turns.balance,
         )
-    # With 'never' what does not fit stays.
+    # With 'never', entries that do not fit stay.
     room = plan.gather_slots if options.balance == "never" else options.most
     stays = jnp.minimum(selection.quota, room)
     return Delivery(
@@ -210,7 +210,7 @@ def _by_rounds(
 
 
 def _cond(predicate: jax.Array, *branches: Callable[[], Delivery]) -> Delivery:
-    """``lax.cond`` of branches that need not type alike what varies."""
+    """``lax.cond`` of branches whose results may be typed as varying over different axes."""
     shapes = [jax.eval_shape(branch) for branch in branches]
 
     def typed(branch: Callable[[], Delivery]) -> Callable[[], Delivery]:

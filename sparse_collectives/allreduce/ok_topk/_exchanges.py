@@ -2,13 +2,13 @@
 
 Ok-Topk, section 3.1.1: every region's entries go to its owner, who adds them up. Each worker sends
 to each owner one block with a fixed number of slots. Entries that do not fit wait in the residual
-of their worker. Section 3.1.2, the last exchange: what all workers own of the selection reaches
-everyone.
+of their worker. Section 3.1.2, the last exchange: all workers gather the selected sums of all
+owners.
 
 Deviation: the messages of the paper have the size of their contents, which is the lower end of its
-Table 1. A program's messages are of static sizes, so it holds an exchange of each of a few, of
-which a step takes the shortest that is enough, and all workers choose the same by what they know
-of each other's counts.
+Table 1. A program's messages have static sizes. It holds an exchange for each of a few sizes, of
+which a step takes the shortest that is enough. All workers choose the same one, by counts that all
+of them have.
 """
 
 import functools
@@ -29,15 +29,15 @@ from sparse_collectives.transport import _dispatch
 
 
 class Reduced(NamedTuple):
-    """What the split and reduce did.
+    """The result of the split and reduce.
 
     Attributes:
       entries: the sums of the region that this worker owns, ascending.
       sent: ``bool[c]`` over the slots of the selection: whether its owner has it.
       overflow: ``i32[]``, entries of the selection that were not sent.
-      error: ``f[c]``, what the owner misses of an entry that was sent; None where
+      error: ``f[c]``, the part of a sent entry that the owner misses; None if
         nothing was rounded.
-      words: what the exchange moved.
+      words: the words that the exchange moved.
     """
 
     entries: PaddedCOO
@@ -50,7 +50,7 @@ class Reduced(NamedTuple):
 def send_blocks(
     messages: jax.Array, axis: AxisName, *, schedule: str, messages_in_flight: int
 ) -> Iterator[jax.Array]:
-    """Sends row j of ``messages[P, w]`` to worker j; yields what arrives, in buckets.
+    """Sends row j of ``messages[P, w]`` to worker j; yields the arrivals, in buckets.
 
     Each item is ``i32[b, w]``, its rows ordered by the distance to their sender:
     first the message of the worker before this one, and so on around the ring. The
@@ -59,9 +59,9 @@ def send_blocks(
 
     ``rotation`` (Figure 2 of the paper): at distance s, worker i sends to worker
     i + s, so no worker is the target of two messages at once. The messages of a
-    bucket do not depend on one another and may be in flight together; those of the
-    next one wait until they have arrived. Nothing waits for what is computed of a
-    bucket: it may be reduced while the next one is under way.
+    bucket do not depend on one another and may be in flight together; the messages of
+    the next one wait until they have arrived. No message waits for a computation on a
+    bucket, so a bucket may be reduced while the next one is under way.
     ``all_to_all``: one collective, one bucket.
     """
     workers = messages.shape[0]
@@ -101,11 +101,11 @@ def split_and_reduce(
       axis: the workers.
       codec: how a block is encoded.
       seed: ``u32[]``, for the codec.
-      exchanges: of the sizes that the messages may have, ascending. With several the workers
-        tell each other what their largest block needs, and take the shortest.
-      owned_slots: of the result.
+      exchanges: one for each size that the messages may have, ascending. With several, the workers
+        exchange the sizes that their largest blocks need, and take the shortest that is enough.
+      owned_slots: slots of the result.
       schedule: see :func:`send_blocks`.
-      messages_in_flight: the same.
+      messages_in_flight: see :func:`send_blocks`.
     """
     workers = transport.axis_size(axis)
     if workers == 1:
@@ -126,8 +126,8 @@ def split_and_reduce(
         )
         entries = own
         for bucket in buckets:
-            # A bucket is added when it is there. The sums are made in the order of the rows, with
-            # the same bits in however many buckets they come.
+            # A bucket is added when it has arrived. The sums are made in the order of the rows, so
+            # they have the same bits in however many buckets the rows come.
             parts = [entries, codec.decode(bucket, size, dtype)]
             entries = reduce_blocks(parts, size, jnp.float32, owned_slots)
             entries = jax.tree.map(lambda x: x[None], entries)
@@ -143,10 +143,10 @@ def split_and_reduce(
     if len(exchanges) > 1:
         largest = jnp.max(jnp.where(is_own[:, 0], 0, blocks.filled))
         most = jnp.max(transport.all_gather(largest, axis))
-        # A rotation is of ppermutes, in which all devices of a mesh meet.
+        # A rotation consists of ppermutes, in which all devices of a mesh meet.
         which = shortest(most, exchanges, lambda fit: transport.holds_on_mesh(fit, axis))
     (entries, there, error), words_of = run(which, exchanges, through, workers)
-    # What is known of the blocks is not counted again.
+    # With an exact codec all entries of a block are sent, and not counted again.
     filled = blocks.filled if codec.exact else jnp.sum(there, axis=1, dtype=jnp.int32)
     words = words_of(jnp.sum(filled, dtype=jnp.int32) - filled[me])
     if len(exchanges) > 1:
@@ -164,7 +164,7 @@ def split_and_reduce(
 
 
 def _to_slots(rows: jax.Array, source: jax.Array, slots: int) -> jax.Array:
-    """From blocks back to the slots that they were cut from; 0 for slots not in a block."""
+    """Maps blocks back to the slots that they were cut from; 0 for slots not in a block."""
     flat = jnp.zeros((slots,), rows.dtype)
     return flat.at[source.reshape(-1)].set(rows.reshape(-1), mode="drop")
 
@@ -174,10 +174,10 @@ class Gathered(NamedTuple):
 
     Attributes:
       total: unique indices, padding in between; the same bits on every worker.
-      error: ``f[c]`` over the slots of this worker's entries: what the total misses
-        of each. None with an exact codec.
+      error: ``f[c]`` over the slots of this worker's entries: the part of each that the
+        total misses. None with an exact codec.
       unsent: ``i32[]``, entries of this worker that the codec had no room for.
-      words: what the exchange moved.
+      words: the words that the exchange moved.
     """
 
     total: PaddedCOO
@@ -196,17 +196,17 @@ def gather(
     seed: jax.Array,
     exchanges: Sequence[Collective],
 ) -> Gathered:
-    """The allgather. The worker that sends an entry also takes it from there.
+    """The allgather. A worker takes its own entries from it as well.
 
     Args:
-      entries: of this worker, packed to the front.
-      held: ``i32[]``, how many they are.
-      most: ``i32[]``, how many a worker has at most; all workers know it.
+      entries: the entries of this worker, packed to the front.
+      held: ``i32[]``, the number of these.
+      most: ``i32[]``, the largest number of entries of a worker; all workers have it.
       axis: the workers.
       codec: how a message is encoded.
       seed: ``u32[]``, for the codec.
-      exchanges: of the sizes that a message may have, ascending; the shortest that has room
-        for everyone's entries is chosen.
+      exchanges: one for each size that a message may have, ascending; the shortest that has room
+        for all workers' entries is chosen.
     """
     slots, size, dtype = entries.capacity, entries.size, entries.values.dtype
 
@@ -242,12 +242,12 @@ def shortest(
     exchanges: Sequence[Collective],
     agreed: Callable[[jax.Array], jax.Array] = lambda fit: fit,
 ) -> jax.Array:
-    """The first that has room for ``most`` entries, or else the last, ``i32[]``.
+    """The number of the first exchange with room for ``most`` entries, or of the last, ``i32[]``.
 
     Args:
-      most: ``i32[]``, which all workers know.
-      exchanges: of ascending sizes.
-      agreed: whether each of some flags holds for all who take part in the exchange.
+      most: ``i32[]``, equal on all workers.
+      exchanges: in the order of their sizes, ascending.
+      agreed: maps flags to whether each holds for all workers that take part in the exchange.
     """
     smaller = jnp.asarray([each.slots for each in exchanges[:-1]], jnp.int32)
     return jnp.sum(~agreed(most <= smaller), dtype=jnp.int32)
@@ -259,7 +259,7 @@ def run(
     through: Callable[[Collective], Any],
     workers: int,
 ) -> tuple[Any, Callable[[jax.Array], _messages.Words]]:
-    """``through`` the exchange ``which``, and a function of the entries sent: what it moves."""
+    """``through`` the exchange ``which``, and a function from the entries sent to its words."""
     result = lax.switch(which, [lambda each=each: through(each) for each in exchanges])
 
     def words(entries: jax.Array) -> _messages.Words:

@@ -1,9 +1,9 @@
 """Global selection: the k largest of all reduced values, wherever they are.
 
-Ok-Topk, section 3.1.2 and line 9 to 12 of Algorithm 1. The paper finds the
+Ok-Topk, section 3.1.2 and lines 9 to 12 of Algorithm 1. The paper finds the
 global threshold every tau' steps by gathering all reduced values.
 
-Deviation: a radix selection. The 31 bits of a magnitude are fixed from the top,
+Deviation: this is a radix selection. The 31 bits of a magnitude are fixed from the top,
 a digit at a time, by summing histograms over the workers. That moves a small
 share of k words, so it can run at every step, and it gives the exact k-th
 magnitude of the union. Ties go to the first owners and there to the lowest
@@ -29,10 +29,10 @@ _SMALLEST_NORMAL = 0x00800000
 
 
 def deliverable_bits(reduced: PaddedCOO) -> jax.Array:
-    """The magnitudes to select from, ``i32[m]``; 0 for what is never delivered.
+    """The magnitudes to select from, ``i32[m]``; 0 for entries that are never delivered.
 
-    Never delivered are padding, sums that cancelled to zero, and subnormal sums:
-    some platforms flush subnormals to zero, so they stay in the residuals.
+    Padding, sums that canceled to zero, and subnormal sums are never delivered.
+    Some platforms flush subnormals to zero, so they stay in the residuals.
     """
     bits = _bits.magnitude_bits(reduced.values)
     deliverable = (reduced.indices < reduced.size) & (bits >= _SMALLEST_NORMAL)
@@ -86,13 +86,13 @@ def current_threshold(
     Args:
       bits: ``i32[m]``, from :func:`deliverable_bits`.
       k: how many entries are wanted in all.
-      reused: ``f32[]``, the threshold to reuse; 0 where there is none.
+      reused: ``f32[]``, the threshold to reuse; 0 if there is none.
       period: tau', steps between two exact evaluations.
       step: ``i32[]``, steps taken.
       exchanges: the histograms.
       axis: the workers.
-      published: the allgather of line 10, which the histograms replace: its pairs count as
-        useful in their place. None: the histograms do.
+      published: the allgather of line 10, which the histograms replace; its pairs count as
+        useful instead of them. None: the histograms count.
 
     Returns:
       ``i32[]``, the bits of the threshold, equal on all workers; and the words moved.
@@ -143,9 +143,9 @@ def select_global(
 ) -> GlobalSelection:
     """Selects the entries that reach the threshold, k at most over all workers.
 
-    Entries above the threshold come first; of those equal to it, the first in the
-    order of the workers and of their entries. Where more than k are above it (a reused
-    threshold may be too low), they are shared out evenly over the workers, and which of a
+    Entries above the threshold come first, then entries equal to it, in the
+    order of the workers and of their entries. If more than k are above it (a reused
+    threshold may be too low), the k are shared out evenly over the workers, and which of a
     worker's entries wait changes from step to step.
 
     Args:
@@ -177,15 +177,15 @@ def select_global(
 
 
 def _even_share(counts: jax.Array, available: int) -> jax.Array:
-    """How many of ``counts`` fit into ``available``, the largest cut to one level.
+    """The part of each of ``counts`` that fits ``available``, with the largest cut to one level.
 
-    First come, first served would fill the first workers beyond their slots of the
-    allgather, and leave those of the last empty.
+    Serving the workers in order would fill the first ones beyond their slots of the
+    allgather, and leave the slots of the last ones empty.
     """
     workers = counts.shape[0]
     ascending = jnp.sort(counts)
     others = workers - jnp.arange(workers, dtype=jnp.int32)
-    # What is left for each, once all with fewer have what they have.
+    # The level for the other workers, once all with fewer entries have theirs.
     levels = (available - (jnp.cumsum(ascending, dtype=jnp.int32) - ascending)) // others
     level = jnp.max(jnp.minimum(ascending, levels))
     share = jnp.minimum(counts, level)
@@ -195,7 +195,7 @@ def _even_share(counts: jax.Array, available: int) -> jax.Array:
 
 
 def _share(counts: jax.Array, available: jax.Array | int) -> jax.Array:
-    """How many of ``counts`` fit into ``available``, first come first served."""
+    """The part of each of ``counts`` that fits into ``available``, served in order."""
     before = jnp.cumsum(counts, dtype=jnp.int32) - counts
     return jnp.clip(available - before, 0, counts)
 

@@ -1,6 +1,6 @@
 """The static sizes of Ok-Topk: slots and words of each exchange, by phase.
 
-Plain Python, for the algorithm itself and for the cost model.
+The module is plain Python, for the algorithm and for the cost model.
 """
 
 import math
@@ -15,8 +15,8 @@ REGIONS = "hashed"
 REPARTITION_PERIOD = 64
 # Slots as a multiple of the share k / P: regions that follow the data are uneven.
 _SLACK = 1.25
-# Hashed regions are as even as chance: slots for selections that are a little larger
-# than k, and for two standard deviations; or for three, where no selection can be larger.
+# Hashed regions are uneven by chance only: slots for selections that are a little larger
+# than k, and for two standard deviations; or for three, if no selection can be larger.
 _HASHED_SLACK = 1.05
 _HASHED_DEVIATIONS = 2.0
 _HASHED_MOST_DEVIATIONS = 3.0
@@ -24,15 +24,15 @@ _HASHED_MOST_DEVIATIONS = 3.0
 # Digit widths to choose from: wide ones need fewer rounds, and more words.
 _DIGIT_WIDTHS = (11, 8, 4)
 _MAX_HISTOGRAM_SHARE = 1 / 5
-# What each worker tells about its selection: entries above the threshold, entries
+# Words that each worker sends about its selection: entries above the threshold, entries
 # equal to it, and its overflow.
 _COUNTS = 3
-# A window reaches so many standard deviations to both sides: of a thousand steps with eight
-# workers, four miss.
+# A window reaches so many standard deviations to both sides. With eight workers, four of 1,000
+# steps miss.
 _WINDOW_DEVIATIONS = 3.5
-# With a window each worker tells how many are above it and in it, its ends, and its overflow.
+# With a window each worker sends the counts above it and in it, its two ends, and its overflow.
 _WINDOW_COUNTS = 5
-# Words of the windows of all workers that are worth a few latencies, however small k is.
+# Windows of up to so many words in all are worth it however small k is, as they save latencies.
 _WINDOW_WORDS = 4096
 
 BRANCHES = ("none", "neighbours", "spread", "all_to_all")
@@ -46,17 +46,17 @@ class Plan(NamedTuple):
       workers: P.
       k: entries of the result.
       region: the largest number of indices that one worker may own.
-      owned_slots: of the sums that one worker owns and may select from.
-      split_slots: of the block from one worker to one owner in the split and reduce.
-      gather_slots: of each worker in the allgather.
-      neighbour_slots: of the message to the right neighbour that balances.
-      spread_slots: of a block of the all_to_all that deals out a surplus.
-      rank_slots: of a block of the all_to_all of everything, ceil(k / P).
-      split_sizes: slots from which the blocks of a step take the fewest that are enough,
-        ascending up to ``split_slots``.
-      gather_sizes: the same of the allgather.
-      window_ranks: of its sums, which a worker shows to find the global threshold: from the
-        first of these to the last one. Both 0: none.
+      owned_slots: slots of the sums that one worker owns and may select from.
+      split_slots: slots of the block from one worker to one owner in the split and reduce.
+      gather_slots: slots of each worker in the allgather.
+      ``neighbour_slots``: slots of the message to the right neighbor that balances.
+      spread_slots: slots of a block of the all_to_all that deals out a surplus.
+      rank_slots: slots of a block of the all_to_all of everything, ceil(k / P).
+      split_sizes: the slots that the blocks of a step may have, ascending up to ``split_slots``;
+        a step takes the fewest that are enough.
+      gather_sizes: the same for the allgather.
+      window_ranks: the first and the last rank of the sums of a worker that it shows to find the
+        global threshold. Both 0: none.
     """
 
     size: int
@@ -75,7 +75,7 @@ class Plan(NamedTuple):
 
     @property
     def window(self) -> int:
-        """Slots of a window; 0 where there is none."""
+        """Slots of a window; 0 if there is none."""
         return self.window_ranks[1] - self.window_ranks[0]
 
 
@@ -97,10 +97,10 @@ def make_plan(
       k: entries of the result.
       workers: P.
       regions: as for :func:`sparse_collectives.allreduce.ok_topk`.
-      slack: the same.
+      slack: likewise.
       selected: slots of a worker's selection; None: k.
       sizes: as for :func:`sparse_collectives.allreduce.ok_topk`.
-      windows: whether the global threshold is looked for in windows, where that is short.
+      windows: whether windows are used to find the global threshold, if they are short.
     """
     selected = k if selected is None else selected
     # Regions that follow the data may be as long as the whole vector.
@@ -112,10 +112,10 @@ def make_plan(
     split, rank = slots(selected), math.ceil(k / workers)
     gather = max(rank, slots(k))
     # Both messages are about k (P-1) / (2P) words: with a slack of 1.25 a step that moves a
-    # surplus stays within 6k (P-1)/P words where rounding up (small k / P) does not count.
+    # surplus stays within 6k (P-1)/P words, apart from rounding up at small k / P.
     neighbour = k * (workers - 1) // (4 * workers)
     if regions == "hashed":
-        # A surplus is as small as chance makes it.
+        # With hashed regions chance alone makes a surplus.
         neighbour = min(neighbour, math.ceil(_HASHED_DEVIATIONS * math.sqrt(k / workers)))
     return Plan(
         size=size,
@@ -145,7 +145,7 @@ def _window(k: int, workers: int, region: int) -> tuple[int, int]:
 
 
 def _sizes(even: int, most: int, count: int) -> tuple[int, ...]:
-    """Up to ``count`` of them, ascending: ``even``, and up to ``most`` each twice as far off."""
+    """Up to ``count`` sizes, ascending: ``even``, and up to ``most`` others, each twice as far."""
     if count == 1 or even >= most:
         return (most,)
     rest = most - even
@@ -155,7 +155,7 @@ def _sizes(even: int, most: int, count: int) -> tuple[int, ...]:
 def _message_slots(k: int, most: int, workers: int, regions: str, slack: float | None) -> float:
     """Slots for the share k / P of one message; ``math.inf`` has room for everything.
 
-    There are ``most`` entries for all owners at most.
+    All owners together get at most ``most`` entries.
     """
     share = k / workers
     if slack is None and regions == "hashed":
@@ -170,7 +170,7 @@ def _message_slots(k: int, most: int, workers: int, regions: str, slack: float |
 def digits(k: int) -> tuple[tuple[int, int], ...]:
     """The (shift, width) of each digit of a magnitude, from the top.
 
-    The widest digits whose histograms take at most a fifth of k words.
+    They are the widest digits whose histograms take at most 20 % of k words.
     """
     for width in _DIGIT_WIDTHS:
         shifts = range(_bits.MAGNITUDE_BITS, 0, -width)
@@ -185,9 +185,9 @@ class Collective(NamedTuple):
 
     Attributes:
       kind: ``'psum'``, ``'all_gather'``, ``'all_to_all'`` or ``'ppermute'``.
-      words: of one message: the whole operand of a psum, what one worker contributes
+      words: words of one message: the whole operand of a psum, the contribution of one worker
         to an all_gather, one block of an all_to_all, the operand of a ppermute.
-      slots: value-index pairs that fit into a message; 0 where it holds none.
+      slots: value-index pairs that fit into a message; 0 if it holds none.
     """
 
     kind: str
@@ -216,16 +216,16 @@ class Collectives(NamedTuple):
     """The collectives of a step, in the order of Algorithm 1.
 
     Attributes:
-      consensus: of the regions, once in a period.
-      split: of the split and reduce, one of ``Plan.split_sizes`` each.
-      window: of the global selection, if it is looked for in windows: else, or where these
+      consensus: the agreement on the regions, once in a period.
+      split: the split and reduce, one for each of ``Plan.split_sizes``.
+      window: the global selection with windows, if it uses them; otherwise, or if they
         fail, the next two.
       threshold: the histograms of the global threshold.
-      counts: of the global selection.
-      balance: one of these, by :data:`BRANCHES`; None moves nothing.
-      gather: of the result, one of ``Plan.gather_sizes`` each.
-      published: of all sums, line 10 of Algorithm 1. Nothing moves it, but with the mode
-        ``'paper'`` it is counted; else None.
+      counts: the counts of the global selection.
+      balance: the balancing, one for each of :data:`BRANCHES`; None moves nothing.
+      gather: the allgather of the result, one for each of ``Plan.gather_sizes``.
+      published: the allgather of all sums, line 10 of Algorithm 1. It is never made, but the mode
+        ``'paper'`` counts its words; otherwise None.
     """
 
     consensus: Collective
@@ -251,7 +251,7 @@ def exchanges(
       pair_words: ``pair_words(slots, size)``, the words of a message of so many slots
         with the indices of a vector of length ``size``.
       balance: the mode, as for :func:`sparse_collectives.allreduce.ok_topk`.
-      last_words: the same of what is balanced and gathered; None: ``pair_words``.
+      last_words: the same for the balancing and the allgather; None: ``pair_words``.
     """
     last_words = pair_words if last_words is None else last_words
 

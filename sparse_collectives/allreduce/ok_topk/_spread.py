@@ -1,9 +1,9 @@
-"""Where surplus entries go when their neighbours have no room for them.
+"""Deals out surplus entries for which the neighbors have no room.
 
 Every worker has some surplus or some room. The surplus entries of all workers
 are numbered in the order of the workers, and the free slots level by level: the
 first free slot of each worker that has one, then the second of each, and so on.
-Entry g goes to slot g. The surplus of one worker is so dealt out in turn to all
+Entry g goes to slot g. Thus the surplus of one worker is dealt out in turn to all
 that have room, and an all_to_all with small blocks carries it.
 """
 
@@ -20,7 +20,7 @@ class Deal(NamedTuple):
     """The places of a run of surplus entries.
 
     Attributes:
-      worker: ``i32[...]``, to whom each goes.
+      worker: ``i32[...]``, the worker to which each goes.
       slot: ``i32[...]``, which slot of the block for that worker it takes.
     """
 
@@ -42,7 +42,7 @@ def most_per_pair(counts: jax.Array, capacity: int) -> jax.Array:
 
 
 def deal(counts: jax.Array, me: jax.Array, capacity: int, entry: jax.Array) -> Deal:
-    """The places of this worker's surplus.
+    """The places of this worker's surplus entries.
 
     Args:
       counts: ``i32[P]``, how many entries each worker has.
@@ -59,7 +59,7 @@ def deal(counts: jax.Array, me: jax.Array, capacity: int, entry: jax.Array) -> D
     words = _bits.mask_words(lambda start, stop: free[start:stop], free.shape[0])
     place, _ = _compaction.nth_position(words, first + entry)
     start, _ = _compaction.nth_position(words, first[None])
-    # A worker gets one entry a level at most, so levels are distinct slots.
+    # A worker gets at most one entry for each level, so levels are distinct slots.
     return Deal(place % workers, place // workers - start[0] // workers)
 
 

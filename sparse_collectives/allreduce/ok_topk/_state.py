@@ -1,8 +1,8 @@
-"""What the workers agree on from step to step: who owns which index, and the threshold.
+"""The state on which the workers agree: the owners of the indices, and the threshold.
 
 Space repartition, Ok-Topk, section 3.1.1: P regions of the index space with equally many entries.
-Each worker cuts the index space so that its own selection falls into P equal parts; the average of
-the workers' cuts is used by all of them. An average of ascending cuts is ascending.
+Each worker cuts the index space so that its own selection falls into P equal parts, and all workers
+use the average of these cuts. An average of ascending cuts is ascending.
 """
 
 import math
@@ -19,7 +19,7 @@ from sparse_collectives.allreduce._shared import _hashed, _merge, _messages, _re
 from sparse_collectives.allreduce.ok_topk._plan import Collective
 from sparse_collectives.select._shared import _thresholds
 
-# The threshold that factors correct, of ``paper``.
+# The value of ``paper`` with a threshold that is corrected by factors.
 CORRECTED = "corrected"
 
 
@@ -32,7 +32,7 @@ class OkTopkState(NamedTuple):
         regions in the order of the owners.
       threshold: ``f32[]``, the global threshold of the next step.
       crowded: ``bool[]``, whether so many entries found no slot that balanced
-        regions are cut anew at the next step.
+        regions are cut again at the next step.
     """
 
     count: jax.Array
@@ -55,7 +55,7 @@ def first(size: int, workers: int, regions: str) -> OkTopkState:
 
 
 def check(state: OkTopkState, size: int, workers: int) -> None:
-    """Raises where a state is of another number of workers."""
+    """Raises if a state was made for another number of workers."""
     made_for = state.boundaries.shape[-1] - 1
     if made_for != workers:
         raise ValueError(
@@ -73,7 +73,7 @@ def next_threshold(
     period: int,
     paper: bool | str,
 ) -> jax.Array:
-    """What the next step reuses: the threshold, corrected by the count that it gave."""
+    """The threshold that the next step reuses, corrected by the count that it gave."""
     if paper == CORRECTED:
         return _thresholds.next_global(threshold, passed, k)
     if paper or period == 1:
@@ -88,7 +88,7 @@ class Owners(NamedTuple):
 
     Attributes:
       workers: P.
-      boundaries: ``i32[P + 1]``, of the regions; None where they are hashed.
+      boundaries: ``i32[P + 1]``, the boundaries of the regions; None if they are hashed.
       step: ``i32[]``, by which they are hashed.
     """
 
@@ -103,13 +103,13 @@ class Owners(NamedTuple):
         return _merge.split(coo, self.boundaries, slots, turn)
 
     def placed(self, mine: PaddedCOO, size: int, owner: jax.Array) -> PaddedCOO:
-        """The sums of ``owner`` where the owners' indices are one run after the other."""
+        """The sums of ``owner`` at positions, which list the indices owner by owner."""
         if self.boundaries is None:
             return _hashed.to_positions(mine, size, self.workers, owner)
         return mine
 
     def at_indices(self, entries: PaddedCOO) -> PaddedCOO:
-        """The inverse of :meth:`placed`, of the entries of any owners."""
+        """The inverse of :meth:`placed`, for the entries of any owners."""
         if self.boundaries is None:
             return _hashed.to_indices(entries, self.workers, self.step)
         return entries
@@ -159,7 +159,7 @@ def agree(
 def consensus(coo: PaddedCOO, workers: int, axis: AxisName) -> jax.Array:
     """The boundaries averaged over the workers, ``i32[P + 1]``, equal on all.
 
-    The mean is rounded down. Its sum is one of integers, so it does not depend on
+    The mean is rounded down. It comes from a sum of integers, so it does not depend on
     the order of the workers; quotients and remainders by P are summed separately,
     so that nothing overflows for P up to 46,340.
     """

@@ -1,12 +1,12 @@
 """The global selection in one exchange: each worker shows its entries near the threshold.
 
-Hashed regions make what a worker owns a random part of all: of the k largest sums it has
-k / P, give or take some square roots of that. So it shows the magnitudes that are about
-number k / P of its own, a window of them, and how many are above. If the k-th largest of all
-lies within every window, and the windows say whether it does, then all workers know it
-exactly, and how many each of them delivers. Else they go on as :mod:`._global_selection` does.
+With hashed regions a worker owns a random part of all sums: of the k largest it has
+k / P, give or take some square roots of that. Therefore it shows a window of its magnitudes, at
+ranks around k / P, and the number of magnitudes above. If the k-th largest of all lies within every
+window, which the windows show, then all workers have it exactly, and the number of entries that
+each delivers. Otherwise :mod:`._global_selection` follows.
 
-Deviation from the paper, which gathers all reduced values every tau' steps, and reuses the
+This deviates from the paper, which gathers all reduced values every tau' steps, and reuses the
 threshold in between.
 """
 
@@ -25,14 +25,14 @@ _END = 0x7FFFFFFF
 
 
 class Seen(NamedTuple):
-    """What the windows show. All is equal on all workers.
+    """The contents of the windows. All fields are equal on all workers.
 
     Attributes:
       holds: ``bool[]``, whether the rest can be trusted.
-      threshold_bits: ``i32[]``, of the k-th largest magnitude of all workers.
-      above: ``i32[P]``, entries of each above it.
-      tied: ``i32[P]``, of those equal to it the ones that each delivers.
-      overflow: ``f32[]``, of all workers.
+      threshold_bits: ``i32[]``, the bits of the k-th largest magnitude of all workers.
+      above: ``i32[P]``, entries of each worker above it.
+      tied: ``i32[P]``, entries equal to it that each worker delivers.
+      overflow: ``f32[]``, the overflow of all workers.
     """
 
     holds: jax.Array
@@ -52,11 +52,11 @@ def look(bits: jax.Array, plan: Plan, overflow: jax.Array, axis: AxisName) -> Se
 
     Args:
       bits: ``i32[m]``, from :func:`._global_selection.deliverable_bits`.
-      plan: with a window.
+      plan: the slots, with a window.
       overflow: ``i32[]``, this worker's overflow, which travels with the window.
       axis: the workers.
 
-    Cost: besides the exchange a bisection over m magnitudes for both ends of the window at
+    Cost: in addition to the exchange, a bisection over m magnitudes for both ends of the window at
     once, and one over all windows.
     """
     slots, size = plan.window, bits.shape[0]
@@ -66,7 +66,7 @@ def look(bits: jax.Array, plan: Plan, overflow: jax.Array, axis: AxisName) -> Se
         bits, ranks
     )
     if not first:
-        # Down to the first rank all may be shown.
+        # From rank 0 on all may be shown.
         high, above = jnp.full_like(high, _END), jnp.zeros_like(above)
 
     def in_window(start, stop):
@@ -75,7 +75,7 @@ def look(bits: jax.Array, plan: Plan, overflow: jax.Array, axis: AxisName) -> Se
 
     places, shown = _compaction.set_positions(_bits.mask_words(in_window, size), slots, size)
     window = bits.at[places].get(mode="fill", fill_value=0)
-    # Of ends that are turned around the smallest is the largest.
+    # With the upper ends inverted, one maximum finds the smallest of them.
     numbers = jnp.stack([above, shown, overflow, low, ~high])
     gathered = transport.all_gather(jnp.concatenate([window, numbers]), axis)
     windows, numbers = gathered[:, :slots], gathered[:, slots:]

@@ -1,7 +1,7 @@
-"""Allreduces of the papers that another one of this library outdoes, under the same contract.
+"""Allreduces of papers, under the same contract, that another one of this library outperforms.
 
-They are here so that the papers' systems can be run and compared with; docs/allreduces.md says
-where each of them still is the right one.
+With them the papers' systems can be run and compared. docs/allreduces.md says what each of them
+is still used for.
 """
 
 from sparse_collectives.allreduce.published._dense_bucketed import dense_bucketed

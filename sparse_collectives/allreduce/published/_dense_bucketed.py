@@ -1,4 +1,4 @@
-"""The dense allreduce in buckets, which overlaps with what computes them (DenseOvlp)."""
+"""The dense allreduce in buckets, which can overlap with the computation of them (DenseOvlp)."""
 
 import jax
 import jax.numpy as jnp
@@ -14,28 +14,27 @@ from sparse_collectives.transport import _dispatch
 def dense_bucketed(*, buckets: int) -> SparseAllreduce:
     """Sums the selections of all workers as dense vectors, one bucket after the other.
 
-    The buckets are slices of the flat buffer, the last one first: a backward pass
-    computes the gradients of the last layers first. Each is an allreduce of its own
-    that depends on no other, so that XLA may exchange one while it works on the
-    next. Whether it does depends on what comes before: a flat buffer of all leaves
-    is there only when the backward pass is over. To overlap with the backward pass
-    itself use ``optax_ext.dense(axis=..., buckets=...)``, whose buckets are made of
-    whole leaves.
+    The buckets are slices of the flat buffer, the last one first, because a backward pass
+    computes the gradients of the last layers first. Each bucket is an independent
+    allreduce, so that XLA may exchange one while it works on the next. Whether it does
+    depends on the preceding computation: a flat buffer of all leaves exists only when the
+    backward pass is over. To overlap with the backward pass, use
+    ``optax_ext.dense(axis=..., buckets=...)``, whose buckets are made of whole leaves.
 
     XLA may merge allreduces again: on CPU it merges all that it can, on GPU up to
     ``--xla_gpu_all_reduce_combine_threshold_bytes`` (30 MB by default), so buckets
     should not be smaller than that.
 
     Everything that was selected is delivered. Cost: ``2 n (P-1)/P`` words received
-    and ``2 log2(P)`` latencies for each bucket; one more pass over n, which puts the
-    buckets together and which XLA fuses with what reads the total.
+    and ``2 log2(P)`` latencies for each bucket; one more pass over n, which joins the
+    buckets and which XLA fuses with the next use of the total.
 
     Args:
-      buckets: how many; the last may be shorter than the others.
+      buckets: the number of buckets; the last may be shorter than the others.
 
     Returns:
-      A :class:`SparseAllreduce` without state; its total is ``f[n]``, the same bits
-      as that of :func:`dense` where the backend adds in the same order.
+      A :class:`SparseAllreduce` without state; its total is ``f[n]``, with the same bits
+      as the total of :func:`dense` if the backend adds in the same order.
 
     Raises:
       ValueError: fewer than one bucket; at ``reduce``, an axis that is not bound.

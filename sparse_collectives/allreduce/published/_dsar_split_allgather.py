@@ -1,4 +1,4 @@
-"""DSAR_Split_allgather of SparCML: the sums go out sparse or dense, as is shorter."""
+"""DSAR_Split_allgather of SparCML: the sums are gathered sparse or dense, as is shorter."""
 
 import math
 
@@ -29,16 +29,16 @@ def dsar_split_allgather(
 ) -> SparseAllreduce:
     r"""The dynamic sparse allreduce of SparCML (section 5.3.3).
 
-    The split is that of :func:`ssar_split_allgather`. Then the owners send their sums
-    to everyone: as pairs where all unions are small, and as dense regions where one is
+    The split is the same as in :func:`ssar_split_allgather`. Then the owners send their sums
+    to all workers: as pairs if all unions are small, and as dense regions if one is
     not. The switch is at the count for which both messages have the same number of
     words: with 4-byte values and indices ``delta = n / 2`` (``n isize / (c + isize)``
-    in section 5.1), and with other codecs what their messages take. It is decided at
-    run time from the counts of all workers, so all decide the same, and nothing that
+    in section 5.1), and with other codecs according to their messages. It is decided at
+    run time from the counts of all workers, so all decide the same, and no entry that
     reached its owner is left out.
 
     Deviation: a message has a fixed number of slots, so one sparse form would always
-    cost what the dense one does. There are several, each of half the slots of the one
+    cost as much as the dense one. There are several, each with half the slots of the one
     before, and the shortest that fits is taken.
 
     Cost in the alpha-beta model, in words of ``raw``: ``2 slack c (P-1)/P`` words
@@ -47,12 +47,12 @@ def dsar_split_allgather(
 
     Args:
       slack: slots of a block of the split as a multiple of its share c / P, at least
-        1; from P on, or ``math.inf``, there is room for everything. Entries that find
+        1; from P on, or with ``math.inf``, there is room for everything. Entries that find
         no slot stay with their worker, and which ones changes from step to step.
-      sparse_sizes: how many sparse forms there are at most.
+      sparse_sizes: the largest number of sparse forms.
       codec: encoding of value-index pairs, exact by default.
-      dense_codec: encoding of dense regions, by default that of ``codec``. What an
-        owner's sums lose by it is kept by the owner.
+      dense_codec: encoding of dense regions, by default ``codec``. An owner keeps
+        the rounding errors of its sums.
 
     Returns:
       A :class:`SparseAllreduce` with a :class:`StepState`; its total is ``f[n]``.

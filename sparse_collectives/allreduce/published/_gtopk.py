@@ -17,33 +17,33 @@ def gtopk(density: float, *, codec: Codec | None = None) -> SparseAllreduce:
     r"""The sparse allreduce of gTop-k, for any number of workers.
 
     At level l of a binomial tree (l = 0, 1, ...) worker w with w mod 2^(l+1) = 2^l
-    sends its selection to worker w - 2^l, which adds it to its own and goes on with
+    sends its selection to worker w - 2^l, which adds it to its own and continues with
     the k largest of the sum:
 
     .. math:: (a, b) \mapsto Topk(a + b), \quad k = \max(1, round(density \cdot n))
 
     Worker 0 ends with k entries and broadcasts them. The result is not the top k of
     the sum of all selections: an entry that is small in every pair is dropped even
-    where all pairs together would have made it large.
+    if the sum of all pairs is large.
 
-    A worker keeps what it drops, as a partial sum: these are entries of its
+    A worker keeps the entries that it drops, as partial sums: these are entries of its
     ``undelivered``, at indices that it may not have selected, and an index may occur
-    several times. What a worker sent is gone from it. So nothing is lost: an
+    several times. It keeps nothing of the entries that it sent. So nothing is lost: an
     entry waits in the residual of the worker that dropped it.
 
     Cost: as a mean over the workers 2 k (P-1)/P words received in the reduction and
     as many in the broadcast, plus about k log2(P) / P; this is ``info.words``. The
     workers do not share it evenly: worker 0 receives 2 k ceil(log2 P) in the
-    reduction, one message after the other, and so the time is that of the paper's
-    bound, 4 k log2 P words. The broadcast (:mod:`._replicas`) takes 4 k at most on
-    any worker, where that of the paper takes 2 k log2 P. Latency: 2 ceil(log2 P)
+    reduction, one message after the other, as in the paper, whose bound for both
+    parts is 4 k log2 P words. The broadcast (:mod:`._replicas`) takes 4 k at most on
+    any worker, and the paper's takes 2 k log2 P. Latency: 2 ceil(log2 P)
     messages and an allgather. Memory: ``undelivered`` has k slots for each level.
 
     Args:
-      density: k / n of the result and of each message, in (0, 1]. Of a selection
-        with more than k entries the k largest take part.
-      codec: encoding of the messages, exact by default. What a lossy one rounds off
-        or leaves out is kept by the worker that encodes.
+      density: k / n of the result and of each message, in (0, 1]. If a selection has
+        more than k entries, the k largest take part.
+      codec: encoding of the messages, exact by default. The worker that encodes keeps
+        the rounding errors of a lossy codec and the entries that it leaves out.
 
     Returns:
       A :class:`SparseAllreduce`; its total is an ascending PaddedCOO (with an exact
@@ -90,7 +90,7 @@ def gtopk(density: float, *, codec: Codec | None = None) -> SparseAllreduce:
             if not codec.exact:
                 kept.append(_data.only_where(sends, _messages.kept_by_sender(own, encoded)))
                 overflow += jnp.where(sends, _messages.unsent_count(own, encoded), 0)
-            # A sender is done: it goes on with nothing, and drops nothing.
+            # A sender is done: it continues with nothing, and drops nothing.
             merged = _sum(_data.only_where(~sends, own), received)
             own, dropped = _kth_magnitude.keep_largest(merged, k)
             kept += dropped
@@ -104,7 +104,7 @@ def gtopk(density: float, *, codec: Codec | None = None) -> SparseAllreduce:
             broadcast = _replicas.words_from_first(encoded.message.size, workers)
             words += broadcast
             total = codec.decode(message, coo.size, coo.values.dtype)
-            # Passed on by many: the mean over the workers.
+            # Many workers pass it on, so this is the mean over the workers.
             useful += _messages.useful_words(broadcast, total.count(), own.capacity)
             if not codec.exact:
                 kept.append(_data.only_where(me == 0, _messages.kept_by_sender(own, encoded)))

@@ -1,4 +1,4 @@
-"""CLT-k: one worker chooses the indices, in turn, and all add what they have there."""
+"""CLT-k: the workers choose the indices in turn, and all add their values there."""
 
 import jax
 import jax.numpy as jnp
@@ -13,16 +13,16 @@ from sparse_collectives.transport import _dispatch
 
 
 def leader() -> SparseAllreduce:
-    r"""The cyclic local top-k of ScaleCom: worker ``t mod P`` chooses at step t.
+    r"""The cyclic local top-k of ScaleCom: worker ``t mod P`` chooses the indices at step t.
 
     .. math:: total_I = \sum_j acc_{j, I}, \qquad residual_{j, I} = 0, \qquad I = I_{t \bmod P}
 
-    It relies on the workers' accumulators being alike. :func:`agreed` asks each worker for its
-    share of the indices, at fewer words, and every worker selects from n / P entries; this
-    is here to be compared with it.
+    It assumes that the accumulators of the workers are similar. It is here for comparison with
+    :func:`agreed`, which takes a share of the indices from each worker, with fewer words, and in
+    which every worker selects from n / P entries.
 
     Cost, for a selection of c slots: ``2 c (P-1)/P`` words received for the indices (a psum
-    to which all others add zeros: the sender changes from step to step), and as many for the
+    to which all others add zeros, as the sender changes from step to step), and as many for the
     values; two psums, ``4 log2 P`` latencies. Each worker selects from all n entries, and P - 1
     of the P selections are not used.
 

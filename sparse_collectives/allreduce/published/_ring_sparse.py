@@ -25,33 +25,33 @@ def ring_sparse(
 ) -> SparseAllreduce:
     r"""A ring reduce-scatter and an allgather of sparse blocks.
 
-    The sparse counterpart of the ring that dense allreduces use (compared in section
+    It is the sparse counterpart of the ring that dense allreduces use (compared in section
     8.1 of SparCML). The sum of a region starts as one worker's block and passes P - 1
     workers, each of which merges its own block into it; the last one owns the region.
 
     A block has ``s = ceil(slack c / P)`` slots, c being the slots of the selection,
-    and the sum of m blocks as many as are expected: ``g_m = ceil(slack K_m / P)``, K_m
+    and the sum of m blocks has as many as are expected: ``g_m = ceil(slack K_m / P)``, K_m
     being the union of m selections. An entry that finds no slot in its worker's block
-    stays there; a partial sum that finds no slot on the way stays with the worker that
-    drops it. Which entries wait changes from step to step. Where the slots of a sum would
-    take more words than all values of its region, it travels dense, and stays so (section 5.1).
+    stays with its worker; a partial sum that finds no slot on the way stays with the worker
+    that drops it. Which entries wait changes from step to step. If the slots of a sum would take
+    more words than all values of its region, it is sent dense from there on (section 5.1).
 
     Cost in the alpha-beta model, in words of ``raw``: ``2 (g_1 + ... + g_(P-1))`` words
-    received in P - 1 messages, then ``2 g_P (P-1)`` in an allgather. Each worker talks
-    to its neighbours only, which suits links that form a ring; the program grows with
+    received in P - 1 messages, then ``2 g_P (P-1)`` in an allgather. Each worker communicates
+    with its neighbors only, which suits links that form a ring; the program grows with
     P, so it is for a moderate number of workers.
 
     Args:
-      slack: slots as a multiple of what is expected, at least 1; from P on, or
+      slack: slots as a multiple of the expected number, at least 1; from P on, or with
         ``math.inf``, a block has room for everything.
       fill: the expected union of the selections of all workers as a multiple of c, at
-        least 1, or ``math.inf`` for slots for everything. By default that of
+        least 1, or ``math.inf`` for slots for everything. By default the union of
         uniformly random indices, ``n (1 - (1 - c/n)^P)``.
       codec: encoding of the messages, exact by default.
 
     Returns:
       A :class:`SparseAllreduce` with a :class:`StepState`; its total is a PaddedCOO
-      with ``P g_P`` slots, or ``f[n]`` where that takes fewer words. With
+      with ``P g_P`` slots, or ``f[n]`` if that takes fewer words. With
       ``slack=math.inf, fill=math.inf`` everything is delivered, whatever the indices are.
 
     Raises:

@@ -15,32 +15,32 @@ from sparse_collectives.transport import _dispatch
 
 
 def sparse_allgather(*, codec: Codec | None = None) -> SparseAllreduce:
-    r"""For updates that are disjoint by construction, as in coordinate descent.
+    r"""An allgather of updates that are disjoint by construction, as in coordinate descent.
 
-    Where every worker has its own coordinates, the sum of the selections is their
+    If every worker has its own coordinates, the sum of the selections is their
     concatenation, and nothing is added up:
 
     .. math:: total = concat(coo_0, \dots, coo_{P-1})
 
-    The promise is checked, since a broken one would lose values: an index that
-    several workers selected is delivered for one of them: for the first in the order of
-    the axis, from a worker on that is another one at each step. The others keep their
+    The allreduce checks that they are disjoint, since values would be lost otherwise. If
+    several workers selected an index, the entry of one of them is delivered: the first in the
+    order of the axis, beginning with a worker that changes at each step. The others keep their
     entries, so that nothing is lost, and each has its turn with a probability of 1 / P
-    or more at a step; ``info.overflow`` counts them. All workers decide it from what all
-    of them received, and so agree. The check costs a few random accesses to a set of n
+    or more at a step; ``info.overflow`` counts them. All workers decide this from the same
+    received messages, and so agree. The check costs a few random accesses to a set of n
     bits for each of the P c pairs, and zeroing n / 32 words.
 
     Cost, for selections of c slots: ``2 c (P-1)`` words received (an exact codec),
     ``log2 P`` latencies.
 
     Args:
-      codec: encoding of the messages, exact by default. What a lossy one rounds off
-        or leaves out is in ``undelivered``.
+      codec: encoding of the messages, exact by default. The rounding errors of a lossy
+        one, and the entries that it leaves out, are in ``undelivered``.
 
     Returns:
       A :class:`SparseAllreduce`; its total is a PaddedCOO of P c slots with unique
-      indices, in the order of the workers. ``undelivered`` has no other entries than
-      those of the selection.
+      indices, in the order of the workers. ``undelivered`` has no entries other than
+      those in the selection.
 
     Raises:
       ValueError: at ``reduce``, an axis that is not bound.
@@ -70,7 +70,7 @@ def sparse_allgather(*, codec: Codec | None = None) -> SparseAllreduce:
             jnp.where(taken, coo.size, everyone.indices).reshape(-1),
             coo.size,
         )
-        # By index: a decoded message may have other slots than the selection.
+        # By index, because a decoded message may have other slots than the selection.
         mine = jnp.where(taken[me], everyone.indices[me], coo.size)
         late = _bitset.contains(
             _bitset.insert(_bitset.empty(coo.size), mine, coo.size), coo.indices
@@ -91,7 +91,7 @@ def sparse_allgather(*, codec: Codec | None = None) -> SparseAllreduce:
 
 
 def _taken_before(coo: PaddedCOO, first: jax.Array) -> jax.Array:
-    """Which entries of ``coo[P, c]`` have an index of a row above, if ``first`` were on top."""
+    """Which entries of ``coo[P, c]`` have an index of an earlier row, counted from ``first`` on."""
 
     def check(members, indices):
         taken = _bitset.contains(members, indices) & (indices < coo.size)

@@ -20,26 +20,26 @@ def ssar_recursive_double(
 ) -> SparseAllreduce:
     r"""The sparse allreduce for small data of SparCML (section 5.3.1).
 
-    In round t workers at distance 2^t exchange what they have summed so far and add
-    what comes, so that after log2(P) rounds everyone has the sum of all. With Q, the
-    largest power of two up to P, the last P - Q workers first send theirs to the first
-    ones and get the result at the end (appendix A).
+    In round t workers at distance 2^t exchange the sums that they have so far and add
+    them, so that after log2(P) rounds every worker has the sum of all. With Q, the
+    largest power of two up to P, the last P - Q workers first send their selections to the
+    first ones and receive the result at the end (appendix A).
 
     Messages grow with the union: round t has ``2^t c`` slots (up to twice that
-    where P is not a power of two), c being the slots of the selection, or ``capacity``
-    where that is less; and where so many pairs would take more words than a dense vector,
-    it is one, and so are all that follow (section 5.1). What finds no slot, or is lost by
-    the codec, is kept by one of the workers that hold the sum, and which entries wait
+    if P is not a power of two), c being the slots of the selection, or ``capacity``
+    if that is less. If so many pairs would take more words than a dense vector, the message
+    is dense, and so are all that follow (section 5.1). One of the workers that hold a sum
+    keeps the entries that find no slot and the losses of the codec; which entries wait
     changes from step to step.
 
     Cost in the alpha-beta model, in words of ``raw``: ``min(2^(t+1) c, n)`` words received
-    in round t, ``2 c (P-1)`` in all where none is dense, ``2 capacity log2(P)`` with a bound;
-    log2(P) latencies. Where P is not a power of two, two more latencies and messages, the
-    last as long as the total.
+    in round t, ``2 c (P-1)`` in all if none is dense, ``2 capacity log2(P)`` with a bound;
+    log2(P) latencies. If P is not a power of two, there are two more messages and latencies,
+    and the last message is as long as the total.
 
-    Under ``shard_map(check_vma=True)`` the total has to be typed as replicated, which
-    takes an allgather of its slots in Q parts: ``L (P-1)/Q`` words more, L being those
-    of the total, and without the message at the end where P is not a power of two. With
+    Under ``shard_map(check_vma=True)`` the total has to be typed as replicated. This
+    takes an allgather of its slots in Q parts: ``L (P-1)/Q`` more words for a total of L
+    words, but no message at the end if P is not a power of two. With
     ``check_vma=False`` nothing is added.
 
     Args:
@@ -49,7 +49,7 @@ def ssar_recursive_double(
 
     Returns:
       A :class:`SparseAllreduce` with a :class:`StepState`; its total is a PaddedCOO
-      with ``P c`` slots, or ``capacity``; or ``f[n]``, where that takes fewer words.
+      with ``P c`` or ``capacity`` slots, or ``f[n]`` if that takes fewer words.
 
     Raises:
       ValueError: an argument out of its range; at ``reduce``, an axis that is not
@@ -78,13 +78,13 @@ def ssar_recursive_double(
         words, useful = 0.0, jnp.zeros((), jnp.float32)
 
         def one_of(group, entries):
-            """The entries that this one of the ``group`` workers that hold them keeps."""
-            # By index, so that what is left of an index adds up in one residual.
+            """The entries that this worker keeps, of those that ``group`` workers hold."""
+            # By index, so that the rest of an index adds up in one residual.
             mine = me % group == entries.indices % group
             return _data.only_where((me < members) & mine, entries)
 
         def bound(stream, stage, group):
-            """The entries in the slots that there are, and how many find none."""
+            """The entries that have a slot, and the number of entries without one."""
             if not isinstance(stream, PaddedCOO):
                 return stream, jnp.zeros((), jnp.int32)
             turn = _reduce.turn(state.count, stage)
@@ -94,7 +94,7 @@ def ssar_recursive_double(
             return _stream.shorter(entries, codec), left.count()
 
         def encode(stream, stage, sender, keeper):
-            """The message, and what each receiver makes of it."""
+            """The message, and the stream that each receiver decodes from it."""
             sent = _stream.encode(stream, codec, _reduce.seed(state.count, stage, sender))
             if codec.exact:
                 return sent, stream
@@ -102,14 +102,14 @@ def ssar_recursive_double(
             return sent, _stream.decode(sent.message, stream, codec)
 
         def send(message, like, pairs):
-            """What comes; nothing for those that are sent nothing."""
+            """The received stream; it is empty on workers that are no targets."""
             received = _stream.decode(transport.ppermute(message, axis, pairs), like, codec)
             targets = jnp.asarray([target for _, target in pairs], jnp.int32)
             return _stream.only_where(jnp.any(targets == me), received)
 
         stream, overflow = bound(coo, 0, None)
 
-        # Appendix A: the surplus workers hand over what they have.
+        # Appendix A: the surplus workers hand over their selections.
         fold = [(members + worker, worker) for worker in range(surplus)]
         if surplus:
             own_part = functools.partial(_data.only_where, me >= members)

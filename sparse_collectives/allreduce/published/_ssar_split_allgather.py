@@ -27,29 +27,29 @@ def ssar_split_allgather(
 
     The index space is cut into P regions of equal width. Each worker sends every
     owner the entries of its region (one all_to_all), the owner adds them up, and an
-    allgather brings the sums to everyone.
+    allgather sends the sums to all workers.
 
     Messages have a fixed number of slots: ``s = ceil(slack c / P)`` for a block, c
     being the slots of the selection, and ``g = ceil(slack K / P)`` for the allgather,
-    K being the expected size of the union. What finds no slot stays with the workers
-    that contributed, and which entries wait changes from step to step. Where so many pairs
-    would take more words than all values of a region, those are gathered (section 5.1).
+    K being the expected size of the union. Entries that find no slot stay with the workers
+    that contributed, and which entries wait changes from step to step. If so many pairs
+    would take more words than all values of a region, the values are gathered (section 5.1).
 
     Cost in the alpha-beta model, in words of ``raw``: ``2 s (P-1) + 2 g (P-1)`` words
     received, so ``slack (2 c + 2 K) (P-1)/P``; P - 1 + log2(P) latencies.
 
     Args:
-      slack: slots of a message as a multiple of the share that is expected, at
-        least 1; from P on, or ``math.inf``, a block has room for everything.
+      slack: slots of a message as a multiple of its expected share, at least 1; from P
+        on, or with ``math.inf``, a block has room for everything.
       fill: the expected union of all selections as a multiple of c, at least 1: 1
-        where the workers select the same indices, P where they have none in common,
-        or ``math.inf`` for slots for everything. By default that of uniformly random
+        if the workers select the same indices, P if they have none in common,
+        or ``math.inf`` for slots for everything. By default the union of uniformly random
         indices, ``n (1 - (1 - c/n)^P)``.
       codec: encoding of the messages, exact by default.
 
     Returns:
       A :class:`SparseAllreduce` with a :class:`StepState`; its total is a PaddedCOO
-      with ``P g`` slots, or ``f[n]`` where that takes fewer words.
+      with ``P g`` slots, or ``f[n]`` if that takes fewer words.
       ``ssar_split_allgather(slack=math.inf, fill=math.inf)`` delivers everything, whatever
       the indices are.
 
@@ -84,7 +84,7 @@ def ssar_split_allgather(
         )
         sums = split.sums
 
-        # The allgather: of pairs, or dense where that is shorter.
+        # The allgather: of pairs, or dense if that is shorter.
         room = min(slots, sums.capacity)
         whole = _stream.goes_dense(codec, room, regions.width, dtype)
         mine = sums.to_dense() if whole else _compaction.bounded(sums, slots, turn)[0]
@@ -97,7 +97,7 @@ def ssar_split_allgather(
         else:
             total = _equal_regions.gather(outgoing.message, regions, dtype, axis=axis, codec=codec)
             if room < sums.capacity or not codec.exact:
-                # What was sent and is in the total is delivered, the rest is kept.
+                # Entries that were sent and are in the total are delivered, the others are kept.
                 in_total = _bitset.insert(_bitset.empty(coo.size), total.indices, coo.size)
                 delivered = delivered & _bitset.contains(in_total, coo.indices)
         others = []

@@ -14,15 +14,15 @@ from sparse_collectives.transport import _dispatch
 def torus_2d() -> SparseAllreduce:
     """Sums the selections of all workers as dense vectors, along two mesh axes.
 
-    A reduce-scatter along the inner axis, an allreduce of the parts along the outer
-    one, an allgather along the inner one. For m nodes of w workers each, the links
-    between the nodes carry 1/w of what a flat ring makes them carry.
+    The sum is a reduce-scatter along the inner axis, an allreduce of the parts along the
+    outer one, and an allgather along the inner one. For m nodes of w workers each, the links
+    between the nodes carry 1/w of the words of a flat ring.
 
     Everything that was selected is delivered. Cost, with n padded to a multiple of
     w: ``2 n (w-1)/w`` words received inside the node and ``2 n/w (m-1)/m`` from
-    outside; together ``2 n (P-1)/P`` with P = m w, as :func:`dense`, and ``2 (w - 1)``
-    latencies inside, ``2 log2(m)`` outside. The meter shows the parts by scope:
-    ``torus_2d/inner`` and ``torus_2d/outer``.
+    outside; together ``2 n (P-1)/P`` with P = m w, as :func:`dense`, and ``2 log2(w)``
+    latencies inside, ``2 log2(m)`` outside. ``sparse_collectives.traffic`` shows the two
+    parts by scope: ``torus_2d/inner`` and ``torus_2d/outer``.
 
     Returns:
       A :class:`SparseAllreduce` without state; its total is ``f[n]``. Its ``axis`` is

@@ -1,1 +1,1 @@
-"""What the selectors have in common."""
+"""Code that several selectors share."""

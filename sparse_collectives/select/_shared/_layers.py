@@ -1,7 +1,7 @@
-"""Selection by layer: one way for every selector that does not treat the buffer as a whole.
+"""Selection by layer, for every selector that does not treat the buffer as a whole.
 
-Layers of one shape share one program, a scan over them, so that a model of a
-hundred layers compiles as fast as one of its distinct shapes.
+Layers of the same shape share one program, a scan over them, so that a model of a
+hundred layers compiles as fast as one layer of each distinct shape.
 """
 
 import math
@@ -16,8 +16,8 @@ from sparse_collectives._coo import _compaction
 from sparse_collectives._data import Layout, PaddedCOO
 from sparse_collectives._types import SelectInfo, State
 
-# Places that were selected in a layer, in any order, with its size in slots that
-# stay empty; the layer's new state; what was done.
+# Returns the places selected in a layer, in any order, with the layer's size in empty
+# slots; the layer's new state; and the info of the selection.
 OfLayer = Callable[[jax.Array, tuple[int, ...], Any], tuple[jax.Array, State, SelectInfo]]
 
 
@@ -42,10 +42,10 @@ def init_layers(
     """The states before the first step.
 
     Args:
-      layout: of all layers.
-      of_shape: the initial state of a layer of a shape.
-      apart: ``apart(state, i32[])``, the state of the layer of that number among those of its
-        shape, as :attr:`Selector.apart`; None: the same for all of them.
+      layout: the shapes of all layers.
+      of_shape: returns the initial state of a layer of a shape.
+      apart: ``apart(state, i32[])`` returns the state of the layer with that number among the
+        layers of its shape, as :attr:`Selector.apart` does. None: all of them have the same.
     """
     states = []
     for shape, offsets in _same_shape(layout):
@@ -62,19 +62,20 @@ def init_layers(
 def select_layers(
     acc: jax.Array, state: LayersState, of_layer: OfLayer, capacity: int | None = None
 ) -> tuple[PaddedCOO, LayersState, SelectInfo]:
-    """Selects in each layer by itself.
+    """Selects from each layer separately.
 
     Args:
       acc: ``f[n]``.
       state: from :func:`init_layers`.
       of_layer: ``of_layer(layer f[m], shape, state)``.
-      capacity: slots of the result where the layers can't fill all of theirs.
+      capacity: slots of the result, if the layers cannot fill all of theirs. None: as
+        many as all layers have.
 
     Returns:
-      As ``Selector.select``. The threshold is the smallest of the layers'.
+      As ``Selector.select``. The threshold is the smallest threshold of a layer.
 
-    Cost: what ``of_layer`` costs, a copy of each layer that shares its shape, and
-    O(k) for bringing the indices in order.
+    Cost: the cost of ``of_layer``, a copy of each layer that shares its shape, and
+    O(k) to put the indices in order.
     """
     size = state.layout.size
     if acc.shape[0] != size:

@@ -2,8 +2,8 @@
 
 A row's k-th magnitude is bounded from below by the k-th largest among the
 maxima of groups of its entries. The few entries that reach this bound are put
-into slots, row by row, and the exact selection is made there. Where the slots do
-not hold them (the count shows it) the bound is replaced by the exact k-th
+into slots, row by row, and the exact selection is made there. If they do not fit
+in the slots, which the count shows, the bound is replaced by the exact k-th
 magnitude, found by bisection over all entries.
 
 Every intermediate result has the rows along its last axis, so that one
@@ -18,17 +18,17 @@ from jax import lax
 from sparse_collectives._coo import _bits
 
 _WORD = 32
-# Entries in a group, and groups for each wanted entry.
+# Entries in a group, and groups for each selected entry.
 _GROUP = 16
 _GROUPS_PER_ENTRY = 4
-# Bits of the bound that are left 0: a bound need not be sharp.
+# Lowest bits of the bound that stay 0, because a bound need not be sharp.
 _BLUNT = 15
 
 
 def largest_of_rows(matrix: jax.Array, k: int, axis: int) -> tuple[jax.Array, jax.Array]:
     """The k largest magnitudes of each of r rows of N entries.
 
-    Among entries tied at a row's k-th magnitude those that come first are taken.
+    Among entries tied at a row's k-th magnitude, the first ones are taken.
     Zeros are never taken. NaN counts as larger than infinity.
 
     Args:
@@ -37,18 +37,18 @@ def largest_of_rows(matrix: jax.Array, k: int, axis: int) -> tuple[jax.Array, ja
       axis: the axis along which the entries of a row lie.
 
     Returns:
-      ``i32[s]``, the selected places in ``matrix.ravel()`` in any order, with its
-      size in the slots that stay empty, s at most ``r * min(N, 2 k + 8)``; and the
-      bits of each row's k-th magnitude, ``i32[r]``, 0 where fewer are nonzero.
+      ``i32[s]``, the selected places in ``matrix.ravel()`` in any order, with the
+      size of the matrix in empty slots, s at most ``r * min(N, 2 k + 8)``; and the
+      bits of each row's k-th magnitude, ``i32[r]``, or 0 if fewer are nonzero.
 
     Cost: two passes over n = r N entries, 16 over n / 16 maxima and 31 over about
-    ``2 k r`` slots. 33 more over n in the rare miss, and where more than an
-    eighth of a row is wanted.
+    ``2 k r`` slots. 33 more over n in the rare miss, and if more than 1/8 of a
+    row is selected.
     """
     length = matrix.shape[axis]
     capacity = min(length, 2 * k + 8)
     words, missed = _candidates(matrix, k, axis, capacity)
-    # A while loop of no turns and not a ``lax.cond``, which under vmap computes both.
+    # A while loop without turns instead of a ``lax.cond``, which computes both under vmap.
     _, words = lax.while_loop(
         lambda carry: carry[0],
         lambda carry: _exact_selection(carry, matrix, k, axis),
@@ -68,14 +68,14 @@ def largest_of_rows(matrix: jax.Array, k: int, axis: int) -> tuple[jax.Array, ja
 
 
 def _candidates(matrix: jax.Array, k: int, axis: int, capacity: int) -> tuple[jax.Array, jax.Array]:
-    """A mask ``u32[W, r]`` of what may be selected, and whether it is useless, ``bool[]``."""
+    """A mask ``u32[W, r]`` of the candidates, and whether it is useless, ``bool[]``."""
     length = matrix.shape[axis]
     group = min(_GROUP, length // (_GROUPS_PER_ENTRY * k))
     low = _zero_per_row(matrix, axis)
     if group > 1:
         low = _bisect(k, _group_maxima(matrix, group, axis), _BLUNT)
     elif capacity < length:
-        # Nothing is known, so nothing is a candidate.
+        # There is no bound, so there are no candidates.
         return _mask_words(matrix, axis, lambda bits: bits < _to(bits, low)), jnp.any(low == 0)
     words = _mask_words(matrix, axis, lambda bits: bits >= _to(bits, jnp.maximum(low, 1)))
     count = jnp.sum(_bits.popcount(words), axis=0, dtype=jnp.int32)
@@ -83,7 +83,7 @@ def _candidates(matrix: jax.Array, k: int, axis: int, capacity: int) -> tuple[ja
 
 
 def _group_maxima(matrix: jax.Array, group: int, axis: int) -> jax.Array:
-    """Maxima of ``group`` entries of a row, ``i32[N // group, r]``, as bits."""
+    """The bits of the maxima of ``group`` entries of a row, ``i32[N // group, r]``."""
     groups = matrix.shape[axis] // group
     if axis:
         bits = _bits.magnitude_bits(matrix[:, : group * groups])
@@ -93,8 +93,8 @@ def _group_maxima(matrix: jax.Array, group: int, axis: int) -> jax.Array:
 
 
 def _exact_selection(carry, matrix: jax.Array, k: int, axis: int):
-    """The mask ``u32[W, r]`` of exactly what is to be selected, by bisection over all."""
-    # Tied to the carry, or XLA moves |matrix| out of the loop into n words.
+    """The mask ``u32[W, r]`` of the exact selection, by bisection over all entries."""
+    # Tied to the carry; otherwise XLA moves |matrix| out of the loop, into n words.
     (missed, _), matrix = lax.optimization_barrier((carry, matrix))
 
     def step(i, pattern):
@@ -113,7 +113,7 @@ def _exact_selection(carry, matrix: jax.Array, k: int, axis: int):
 
 
 def _to(bits: jax.Array, pattern: jax.Array) -> jax.Array:
-    """A pattern for each row, in the shape of what a predicate is given."""
+    """A pattern for each row, in the shape of the argument of a predicate."""
     return jnp.broadcast_to(pattern, bits.shape)
 
 
@@ -171,7 +171,7 @@ def _first_bits(words: jax.Array, count: jax.Array) -> jax.Array:
 def _mask_words(matrix: jax.Array, axis: int, predicate) -> jax.Array:
     """A mask over the entries, 32 of a row to a word, ``u32[ceil(N / 32), r]``.
 
-    ``predicate`` is given bits whose last axis is that of the rows.
+    ``predicate`` receives bits with the rows along their last axis.
     """
     length = matrix.shape[axis]
     main = length // _WORD * _WORD
@@ -182,7 +182,7 @@ def _mask_words(matrix: jax.Array, axis: int, predicate) -> jax.Array:
         rest = lax.slice_in_dim(matrix, main, length, axis=axis)
         padding = [(0, 0), (0, 0)]
         padding[axis] = (0, _WORD + main - length)
-        # Zeros are in no mask of candidates, nor above or at a threshold.
+        # Padding with zeros, which no mask contains.
         parts.append(_pack(jnp.pad(rest, padding), axis, predicate))
     return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
 
@@ -192,7 +192,7 @@ def _pack(matrix: jax.Array, axis: int, predicate) -> jax.Array:
     bits = _bits.magnitude_bits(matrix)
     if axis:
         rows = matrix.shape[0]
-        # In the shape that packs fastest; the rows are moved last for the predicate.
+        # This shape packs fastest; for the predicate the rows move to the last axis.
         blocks = jnp.moveaxis(bits.reshape(rows, -1, 4, 8), 0, -1)
         mask = jnp.moveaxis(predicate(blocks), -1, 0)
         return _bits.pack_mask(mask.ravel()).reshape(rows, -1).T

@@ -1,10 +1,10 @@
 """Sums and maxima over the finite entries of a vector, at the speed of memory.
 
-The estimators of a threshold start from the moments of the accumulator. Three
-things go wrong in a plain ``jnp.sum(x)`` over n entries: NaN and infinity spread
-to the threshold, squares of large entries overflow, and a masked sum runs ten
-times slower than a plain one on CPU. So the maximum is taken first: it tells
-whether a mask is needed at all, and gives a power of two to scale by.
+The estimators of a threshold start from the moments of the accumulator. A plain
+``jnp.sum(x)`` over n entries has two problems: NaN and infinity spread to the
+threshold, and squares of large entries overflow. A masked sum is ten times slower
+than a plain one on CPU. Therefore the maximum is taken first: it shows whether a
+mask is needed at all, and gives a power of two to scale by.
 """
 
 from typing import NamedTuple
@@ -20,14 +20,14 @@ _ROW = 1024
 
 
 class Extent(NamedTuple):
-    """What is known of a vector after its maximum.
+    """The maximum of a vector, the sum of its magnitudes, and factors to scale by.
 
     Attributes:
-      largest: ``f32[]``, the largest finite magnitude, 0 where there is none.
+      largest: ``f32[]``, the largest finite magnitude, 0 if there is none.
       clean: ``bool[]``, whether all entries are finite.
       count: ``f32[]``, the number of finite entries, at least 1.
       total: ``f32[]``, the sum of the finite magnitudes, times ``down``.
-      down: ``f32[]``, the power of two that takes ``largest`` into [1, 2).
+      down: ``f32[]``, the power of two that scales ``largest`` into [1, 2).
       up: ``f32[]``, its inverse.
     """
 
@@ -42,12 +42,12 @@ class Extent(NamedTuple):
 def extent(acc: jax.Array) -> Extent:
     """The largest finite magnitude and the sum of the finite magnitudes.
 
-    Cost: two passes over n entries, three more where some are not finite.
+    Cost: two passes over n entries, and three more if some are not finite.
     """
     largest = _reduce(acc, jnp.abs, jnp.max, jnp.maximum)
     down, _ = _scales(largest)
     total = _reduce(acc, lambda x: jnp.abs(x) * down, jnp.sum, jnp.add)
-    # Both: XLA's maximum on CPU passes over a NaN, the sum does not.
+    # Both are needed: XLA's maximum on CPU ignores NaN, and the sum does not.
     clean = (largest < jnp.inf) & jnp.isfinite(total)
 
     def masked():
@@ -96,7 +96,7 @@ def count_reaching(acc: jax.Array, threshold_bits: jax.Array) -> jax.Array:
 
 
 def _reduce(acc: jax.Array, of, reduce, combine) -> jax.Array:
-    """In two stages: rows that vectorise, then their results, then the rest."""
+    """Reduces rows, which vectorize, then their results, then the remaining entries."""
     main = acc.shape[0] // _ROW * _ROW
     parts = []
     if main:
@@ -108,7 +108,7 @@ def _reduce(acc: jax.Array, of, reduce, combine) -> jax.Array:
 
 
 def _scales(largest: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The power of two that takes ``largest`` into [1, 2), and its inverse."""
+    """The power of two that scales ``largest`` into [1, 2), and its inverse."""
     exponent = jnp.clip(_bits.magnitude_bits(largest) >> 23, 1, 253)
     down = _bits.magnitude_from_bits((254 - exponent) << 23)
     return down, _bits.magnitude_from_bits(exponent << 23)

@@ -1,7 +1,7 @@
-"""Selectors of the papers that another one of this library outdoes, under the same contract.
+"""Selectors of the papers, under the same contract, that others of this library outperform.
 
-They are here so that the papers' systems can be run and compared with; docs/selectors.md says
-where each of them still is the right one.
+They are here to run the systems of the papers and to compare with them. docs/selectors.md lists
+what each of them selects, and its limits.
 """
 
 from sparse_collectives.select.published._adtopk import adtopk

@@ -1,8 +1,8 @@
 """ADTopk: every row of every layer sends its largest entries.
 
 Ming et al. call the rows of a layer's matrix its dimensions. A top-k of the
-whole layer leaves many of them out, and the features they stand for are not
-trained; here each row sends its share, and at least one entry.
+whole layer leaves many of them out, and the features that they represent are not
+trained. Here each row sends its share, and at least one entry.
 """
 
 import math
@@ -19,31 +19,31 @@ from sparse_collectives.select._shared import _layers, _rows
 
 
 def adtopk(density: float, *, row_axis: int = -1) -> Selector:
-    r"""Selects the ``max(1, round(density * N))`` largest of each of a layer's M rows.
+    r"""Selects the ``max(1, round(density * N))`` largest entries of each of a layer's M rows.
 
     .. math:: \tilde G = [Top_{k/M}(G_1), \dots, Top_{k/M}(G_M)]
 
     A layer with one dimension, or none, is one row. Among entries tied at a
-    row's k-th magnitude the first are taken. Zeros are never selected, so only a row of
-    zeros sends nothing. NaN counts as larger than infinity.
+    row's k-th magnitude, the first ones are taken. Zeros are never selected, so only
+    a row of zeros sends nothing. NaN counts as larger than infinity.
 
     Args:
       density: the share taken from each row, in (0, 1]. A row shorter than 1 /
-        density sends one entry all the same: with narrow layers more than
-        ``density * n`` entries are selected, and an allreduce that is to deliver
-        all of them needs a density that covers it.
-      row_axis: the axis of a layer's shape that numbers its rows. The last one, in
-        flax, is that of the output channels; PyTorch's layout has them first.
+        density still sends one entry. With narrow layers, more than ``density * n``
+        entries are therefore selected, and an allreduce that should deliver all of
+        them needs a density that covers them.
+      row_axis: the axis of a layer's shape that numbers its rows. In flax the last
+        axis holds the output channels; PyTorch's layout has them first.
 
     Returns:
       A :class:`Selector` whose ``init`` takes a
       :class:`sparse_collectives.Layout` (:func:`optax_ext.sparse_allreduce` passes
-      that of the parameters); a number of entries means one row. Its state is the
-      layout. ``info.threshold`` is the smallest of the rows' k-th magnitudes.
+      the layout of the parameters); a number of entries means one row. Its state is
+      the layout. ``info.threshold`` is the smallest of the rows' k-th magnitudes.
 
     Raises:
-      ValueError: density is not in (0, 1]; at ``init``, a layer of two dimensions
-        or more that has no such axis.
+      ValueError: density is not in (0, 1]; or, at ``init``, a layer of two or more
+        dimensions has no such axis.
 
     Cost: two passes over n entries, 16 over n / 16 group maxima and 31 over about
     ``2 k`` slots, O(k log n); 33 more over a layer in the rare miss. An axis that
@@ -113,7 +113,7 @@ def count_of_layer(shape: tuple[int, ...], density: float, row_axis: int) -> int
 
 
 def _as_matrix(layer: jax.Array, shape: tuple[int, ...], row_axis: int):
-    """The layer as a matrix, the axis along its rows, and places in it to places in the layer."""
+    """The layer as a matrix, the axis along its rows, and a map from its places to the layer's."""
     if len(shape) < 2:
         return layer.reshape(1, -1), 1, lambda place: place
     at = row_axis % len(shape)

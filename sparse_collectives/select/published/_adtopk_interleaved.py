@@ -20,7 +20,7 @@ class ADTopkInterleavedState(NamedTuple):
     """State of :func:`adtopk_interleaved`.
 
     Attributes:
-      count: ``i32[]``, steps taken; rows are selected from where it is even.
+      count: ``i32[]``, steps taken; if it is even, the step selects by row.
       rows: the state of the selection by row.
       layers: the state of the selection by layer.
     """
@@ -33,12 +33,12 @@ class ADTopkInterleavedState(NamedTuple):
 def adtopk_interleaved(density: float, *, row_axis: int = -1) -> Selector:
     """Selects by row (:func:`adtopk`) and by layer (exact top-k) in turn.
 
-    Rows train all features, whole layers send what is largest: taking turns,
-    neither slows the other down. In a step all layers do the same; the first step
-    selects by row.
+    A selection by row trains all features, and a selection by layer sends the
+    largest entries. In turn, neither slows the other down. All layers do the same in
+    a step; the first step selects by row.
 
     Args:
-      density: as for :func:`adtopk`, of each row and of each layer.
+      density: as in :func:`adtopk`, for each row and for each layer.
       row_axis: the axis of a layer's shape that numbers its rows.
 
     Returns:
@@ -49,8 +49,8 @@ def adtopk_interleaved(density: float, *, row_axis: int = -1) -> Selector:
     Raises:
       ValueError: as :func:`adtopk`.
 
-    Cost: that of :func:`adtopk` and of :func:`layerwise` of :func:`topk` in turn;
-    under ``vmap`` (in :func:`sparse_collectives.simulate`) both at each step.
+    Cost: the cost of :func:`adtopk` and of :func:`layerwise` with :func:`topk`, in
+    turn; under ``vmap`` (in :func:`sparse_collectives.simulate`) both at each step.
 
     References:
       Ming et al., ADTopk, HPDC 2024, section 4.2, Algorithm 1.
@@ -74,7 +74,7 @@ def adtopk_interleaved(density: float, *, row_axis: int = -1) -> Selector:
         )
 
     def select(acc: jax.Array, state: ADTopkInterleavedState):
-        # Of a worker: one that was made inside of the mapped function does not say so.
+        # The state varies over the workers; one made in the mapped function lacks that type.
         state = _compat.varying_like(state, acc)
         capacity = max(
             jax.eval_shape(selector.select, acc, old)[0].capacity

@@ -1,4 +1,4 @@
-"""ADTopk-t: rows and a reused threshold take turns, and late there are rows alone."""
+"""ADTopk-t: rows and a reused threshold take turns, and late in training rows alone."""
 
 import math
 from typing import NamedTuple
@@ -16,8 +16,8 @@ from sparse_collectives.select._shared import _layers, _thresholds
 from sparse_collectives.select._topk import topk
 from sparse_collectives.select.published._adtopk import count_of_layer, rows_of_layer
 
-# Changes of the threshold, relative to it, below which the period grows and above
-# which it shrinks: epsilon and 2 epsilon of Algorithm 2.
+# Relative changes of the threshold below which the period grows, and above which it
+# shrinks: epsilon and 2 epsilon of Algorithm 2.
 _STEADY = 0.1
 _MOVING = 0.2
 
@@ -30,7 +30,7 @@ class ADTopkThresholdState(NamedTuple):
       threshold: ``f32[]``, the magnitude that is reused.
       period: ``i32[]``, tau, turns between two evaluations.
       steady: ``bool[]``, whether the last evaluation changed the threshold by less
-        than a tenth.
+        than 10 %.
       exact: the state of the exact selection.
     """
 
@@ -50,39 +50,40 @@ def adtopk_threshold(
     headroom: float = 0.25,
     row_axis: int = -1,
 ) -> Selector:
-    """Selects by row, and by layer with a reused threshold, in turn; late by row alone.
+    """Selects by row and by layer with a reused threshold in turn; late, by row alone.
 
-    This is :func:`adtopk_interleaved` with Algorithm 2 in place of its exact top-k (section 5:
-    "we use threshold-based sparsification in ADTopk-t to replace the TradTopk"). In step
-    t = 1, 2, and so on, all layers select by row where t is odd, as :func:`adtopk`. Where it is
-    even, each layer does the first of these that holds:
+    This is :func:`adtopk_interleaved` with Algorithm 2 instead of its exact top-k (section 5:
+    "we use threshold-based sparsification in ADTopk-t to replace the TradTopk"). The first step
+    is t = 1. If t is odd, all layers select by row, as :func:`adtopk` does. If t is even, each
+    layer does the first of the following that applies:
 
-    1. t < ``warmup``: exact top-k of the layer; its k-th magnitude is kept.
-    2. In the last quarter of ``steps``, once the threshold is steady: by row.
-    3. Every ``period`` of its turns: exact top-k, and a new threshold. If it changed by
-       less than a tenth, the period grows by one turn; if by more than a fifth, it
-       shrinks by one.
-    4. All that is above the threshold.
+    1. t < ``warmup``: exact top-k of the layer, whose k-th magnitude is kept.
+    2. In the last quarter of ``steps``, once the threshold is steady: selection by row.
+    3. Every ``period`` of its turns: exact top-k and a new threshold. If the threshold
+       changed by less than 10 %, the period grows by one turn; if it changed by more
+       than 20 %, the period shrinks by one.
+    4. Otherwise: all entries above the threshold.
 
-    Where the paper is open, or is not followed to the letter:
+    Where the paper leaves a point open, or this selector deviates from it:
 
-    - Algorithm 2 tests for (2) whether ``thr_reuse < 10 epsilon``. Its epsilon is a tenth of
-      ``thr_reuse`` at every evaluation, so that never holds. The text asks that the change be
-      small, and that is tested here.
-    - It tests for (3) whether ``(t - 1) % tau == 0``. At even t that never holds for an even tau,
-      and tau would be so for good: the turns are counted, of which the text says that "the next
-      tau - 1" reuse a threshold. Without one, as after a change of workers, (1) takes place.
-    - All that is above the threshold is sent there. Here a layer has slots for 1.25 k entries
-      (``headroom``), as shapes are static, and what finds none stays with the caller.
+    - For (2), Algorithm 2 tests whether ``thr_reuse < 10 epsilon``. Its epsilon is 1/10 of
+      ``thr_reuse`` at every evaluation, so the test never holds. The text requires a small
+      change, which is tested here.
+    - For (3), it tests whether ``(t - 1) % tau == 0``. At even t this never holds for an even tau,
+      and tau would never change again. Here the turns are counted, because the text says that
+      "the next tau - 1" reuse a threshold. Without a threshold, as after a change of workers,
+      (1) applies.
+    - The paper sends all entries above the threshold. Here shapes are static and a layer has slots
+      for 1.25 k entries (``headroom``); entries without a slot stay with the caller.
 
     Args:
-      density: of each layer, and of each row; in (0, 1].
-      steps: T, the steps of the whole training.
+      density: the density of each layer and of each row, in (0, 1].
+      steps: T, the number of steps of the whole training.
       warmup: sigma, in steps.
       period: tau at the beginning, in turns; it stays at 1 or more.
-      headroom: slots beyond k for what is above a reused threshold, as a share of
+      headroom: slots beyond k for entries above a reused threshold, as a share of
         k. Entries that find no slot are counted as overflow and stay with the
-        caller; which ones changes from step to step.
+        caller. Which entries these are changes from step to step.
       row_axis: the axis of a layer's shape that numbers its rows.
 
     Returns:
@@ -91,10 +92,10 @@ def adtopk_threshold(
       :class:`ADTopkThresholdState` for each layer.
 
     Raises:
-      ValueError: an argument out of its range.
+      ValueError: an argument is out of its range.
 
-    Cost: that of :func:`adtopk` in every second step, and one pass over n entries, or now and
-    then that of :func:`topk`, in the others; under ``vmap`` all three in each step.
+    Cost: the cost of :func:`adtopk` in every second step, and one pass over n entries, or
+    sometimes the cost of :func:`topk`, in the others; under ``vmap`` all three in each step.
 
     References:
       Ming et al., ADTopk, HPDC 2024, section 4.3, Algorithm 2, and section 5.
@@ -166,7 +167,7 @@ def adtopk_threshold(
         return places, state._replace(count=t), info
 
     def select(acc: jax.Array, state: _layers.LayersState):
-        # Of a worker: one that was made inside of the mapped function does not say so.
+        # The state varies over the workers; one made in the mapped function lacks that type.
         state = _compat.varying_like(state, acc)
         return _layers.select_layers(_validation.as_vector("acc", acc), state, of_layer)
 

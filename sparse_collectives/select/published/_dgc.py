@@ -1,7 +1,7 @@
 """Deep Gradient Compression's selection: a sampled threshold, then exact top-k.
 
-Lin et al. 2018 take the k-th magnitude from a small random sample, and where
-more than k entries pass it, select exactly among these.
+Lin et al. 2018 take the k-th magnitude from a small random sample. If more than
+k entries pass it, they select exactly among these.
 
 Deviation: the candidates of the second selection have a static number of slots,
 four standard deviations of the sample above k.
@@ -19,34 +19,34 @@ from sparse_collectives._spec import Spec
 from sparse_collectives._types import SelectInfo, Selector
 from sparse_collectives.select import _topk
 
-# Entries of the sample above the k-th magnitude that it takes to estimate it.
+# Sampled entries above the k-th magnitude that an estimate of it needs.
 _MIN_HITS = 64
 
 
 def dgc(density: float, *, sample_share: float = 0.01, seed: int = 0) -> Selector:
     r"""Selects at most k entries by a threshold from a random sample.
 
-    The sample has at least :math:`64 / density` entries, drawn anew at each step
-    and with replacement; where that is n or more, all entries are the sample. The
+    The sample has at least :math:`64 / density` entries, drawn with replacement and
+    again at each step; if that is n or more, all entries are the sample. The
     threshold is exact for the sample. If fewer than k entries pass it, these are
     selected; if more, the k largest of them, with ties broken by index. Zeros are
     never selected. NaN counts as larger than infinity, in the sample and in the
-    selection, and hides nothing that is larger than the threshold.
+    selection, and hides no entry that is larger than the threshold.
 
     Args:
       density: k / n, in (0, 1]. At 1 every nonzero is selected.
       sample_share: the share of the entries that are sampled, in (0, 1] (0.1 % to
         1 % in the paper). The count varies by ``sqrt(1 / (sample_share k))``.
-      seed: that of the sample; workers may share it.
+      seed: the seed of the sample; workers may share it.
 
     Returns:
       A :class:`Selector` whose buffers have k slots and whose state is ``i32[]``,
-      the steps taken. ``info.threshold`` is the sample's, ``info.overflow`` the
-      entries that passed it and were not selected.
+      the steps taken. ``info.threshold`` is the threshold of the sample, and
+      ``info.overflow`` counts the entries that passed it and were not selected.
 
     Raises:
       TypeError: density is not a number.
-      ValueError: an argument out of its range.
+      ValueError: an argument is out of its range.
 
     Cost: one pass over n entries, 31 over the sample and 31 over the candidates,
     a few more than k.
@@ -86,7 +86,7 @@ def dgc(density: float, *, sample_share: float = 0.01, seed: int = 0) -> Selecto
                 threshold_bits = _kth_magnitude.kth_magnitude_bits(acc, k)
             else:
                 threshold_bits = _sampled_threshold_bits(acc, k, sampled, seed, state)
-            # 2. What passes it, and of that the k largest.
+            # 2. The entries that pass it, and the k largest of them.
             slots = min(size, _candidate_slots(k, k * min(sampled, size) / size))
             candidates, count = _compaction.compact(acc, threshold_bits, capacity=slots, turn=state)
             coo = _largest(candidates, k)

@@ -1,10 +1,10 @@
 """Gaussian-k: the threshold that a normal distribution would have.
 
 Shi et al. 2019 fit a normal distribution to the accumulator and select by its
-percent-point function. It needs the mean and the standard deviation and no
-search, and is as good as the fit: for a gradient whose distribution has a
-sharper peak and other tails than a normal one the count is far from k. The
-published fix lowers the threshold until 3k/4 entries pass.
+percent-point function. This needs the mean and the standard deviation but no
+search. It is as good as the fit: if the distribution of a gradient has a sharper
+peak and other tails than a normal one, the count is far from k. The published
+fix lowers the threshold until 3k/4 entries pass.
 """
 
 import math
@@ -29,21 +29,21 @@ def gaussian_k(density: float, *, adjust: bool = False, headroom: float = 0.25) 
     r"""Selects by the threshold of a fitted normal distribution.
 
     The threshold is :math:`|\mu| + \sigma\,\Phi^{-1}(1 - k / 2n)`, with the mean
-    and the standard deviation of the finite entries. The count is k for
-    normal entries, and often far from it for gradients. Zeros are never selected.
+    and the standard deviation of the finite entries. The count is k for normal
+    entries, and often far from k for gradients. Zeros are never selected.
 
     NaN and infinity are left out of the statistics and are always selected. The
-    threshold is never above the largest finite magnitude, so something is
-    selected where something is nonzero. Where all magnitudes are subnormal the
-    statistics may vanish; every nonzero entry passes then.
+    threshold is never above the largest finite magnitude, so at least one entry is
+    selected if any is nonzero. If all magnitudes are subnormal, the statistics may
+    vanish; then every nonzero entry passes.
 
     Args:
-      density: the wanted k / n, in (0, 1]. At 1 every nonzero is selected.
-      adjust: whether to lower the threshold, by a fifth at a time and at most 20
+      density: the target for k / n, in (0, 1]. At 1 every nonzero is selected.
+      adjust: whether to lower the threshold, by 20 % at a time and at most 20
         times, until at least 3k/4 entries pass.
       headroom: slots beyond k, as a share of k. Entries that pass the threshold
-        and find no slot stay with the caller; which ones changes from step to
-        step, so that none waits for ever.
+        but find no slot stay with the caller. Which entries these are changes
+        from step to step, so each of them is sent eventually.
 
     Returns:
       A :class:`Selector` whose buffers have ``ceil((1 + headroom) k)`` slots and
@@ -51,11 +51,11 @@ def gaussian_k(density: float, *, adjust: bool = False, headroom: float = 0.25) 
 
     Raises:
       TypeError: density is not a number.
-      ValueError: an argument out of its range.
+      ValueError: an argument is out of its range.
 
     Cost: five passes over n entries (maximum, check for NaN, mean, deviation,
     selection); with ``adjust`` one more, and one for each time the threshold is
-    lowered; three more where some entries are not finite.
+    lowered; three more if some entries are not finite.
 
     References:
       Shi et al. 2019, "Understanding top-k sparsification in distributed deep
@@ -107,10 +107,10 @@ def _fitted_threshold(acc: jax.Array, k: int) -> jax.Array:
     z = -NormalDist().inv_cdf(k / acc.shape[0] / 2)
     extent = _statistics.extent(acc)
     mean = _statistics.finite_sum(acc, lambda x: x * extent.down, extent.clean) / extent.count
-    # From the deviations, not from the squares, which cancel where the mean is large.
+    # From the deviations instead of the squares, which cancel if the mean is large.
     squares = _statistics.finite_sum(acc, lambda x: (x * extent.down - mean) ** 2, extent.clean)
     deviation = jnp.sqrt(squares / extent.count)
-    # Scaled, and bounded by the maximum before it is scaled back: no overflow.
+    # Bounded by the maximum before it is scaled back, so that it does not overflow.
     threshold = jnp.minimum(jnp.abs(mean) + z * deviation, extent.largest * extent.down)
     return threshold * extent.up
 
@@ -124,7 +124,7 @@ def _lowered(acc: jax.Array, threshold: jax.Array, k: int) -> jax.Array:
 
     def lower(carry):
         turn, old, _ = carry
-        # Tied to the carry, or XLA moves |acc| out of the loop into n words.
+        # Tied to the carry; otherwise XLA moves |acc| out of the loop, into n words.
         here, threshold = lax.optimization_barrier((acc, old * _FACTOR))
         count = _statistics.count_reaching(here, _bits.magnitude_bits(threshold))
         return turn + 1, threshold, count

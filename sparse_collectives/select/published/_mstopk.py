@@ -2,14 +2,14 @@
 
 Algorithm 1 of Shi et al. A binary search between the mean and the maximum of
 |acc| keeps the two thresholds that bracket k: the lowest that at most k entries
-reach and the highest that more reach. All above the upper one are taken, and
-the rest of the k from between the two.
+reach, and the highest that more than k reach. All entries above the upper
+threshold are taken, and the rest of the k entries from between the two.
 
-What the search compares a threshold with is the number of entries that reach
-it. The paper counts among all n entries at each sampling. Here a sample gives a
-magnitude that somewhat more than k entries reach; these are compacted once, and
-every count is made among them: it is the same for a threshold above that
-magnitude, and for one below it is known to be more than k.
+The search counts the entries that reach a threshold. The paper counts among all n
+entries at each sampling. Here a sample gives a magnitude that somewhat more than
+k entries reach; these are compacted once, and every count is made among them. For
+a threshold above that magnitude the count is the same; for a threshold below it,
+the count is known to be more than k.
 """
 
 import math
@@ -39,7 +39,7 @@ class _Bracket(NamedTuple):
       right: ``f32[]``, the threshold at r: at most k do.
       lower: ``i32[]``, bits of thres2, the highest that more than k reach.
       top: ``i32[]``, the largest bits below thres1, the lowest that at most k
-        reach. Before any is found all that is finite is below it.
+        reach. Before one is found, they are the bits of the largest finite number.
     """
 
     left: jax.Array
@@ -49,39 +49,39 @@ class _Bracket(NamedTuple):
 
 
 def mstopk(density: float, *, samplings: int = 30) -> Selector:
-    r"""Selects k entries by ``samplings`` thresholds: the largest, or nearly so.
+    r"""Selects the k largest entries, or nearly the largest, by ``samplings`` thresholds.
 
     With :math:`a` the mean and :math:`u` the maximum of |acc|, the thresholds are
-    :math:`a + \rho (u - a)`, the ratio :math:`\rho` found by binary search. What is
-    missing to make up ``k = max(1, round(density * n))`` is taken from the entries
-    between the last two thresholds: a run of consecutive ones, which begins
-    elsewhere at each step. Always exactly k entries, or all nonzeros
-    where there are fewer; zeros never.
+    :math:`a + \rho (u - a)`, with the ratio :math:`\rho` found by binary search. The
+    entries that are missing from ``k = max(1, round(density * n))`` come from between
+    the last two thresholds: a run of consecutive ones, which begins at another place
+    at each step. The selection always has exactly k entries, or all nonzeros if there
+    are fewer; it never has zeros.
 
-    Deviations: the run begins at a hash of the step count, and it may wrap around, so
-    that no index waits for ever. Mean and maximum are those of the finite entries;
-    infinities and NaN are above all thresholds. The search compares in float32:
-    magnitudes that the platform flushes to zero
-    (subnormals) fall between the last two thresholds.
+    Deviations: the run begins at a hash of the step count and may wrap around, so
+    that every index is sent eventually. The mean and the maximum are taken over the
+    finite entries; infinities and NaN are above all thresholds. The search compares
+    in float32, so magnitudes that the platform flushes to zero (subnormals) fall
+    between the last two thresholds.
 
     Args:
       density: k / n, in (0, 1].
-      samplings: N, the halvings of the search. The paper takes 30, which finds
-        the exact top-k unless the maximum is 2**30 times what separates the
-        entries near the k-th; each sampling fewer doubles the share that is
-        taken by position.
+      samplings: N, the number of halvings of the search. The paper takes 30, which
+        finds the exact top-k unless the maximum is 2**30 times the difference
+        between the entries near the k-th. Each sampling fewer doubles the share
+        that is taken by position.
 
     Returns:
       A :class:`Selector` whose buffers have k slots and whose state is ``i32[]``,
       the number of steps. ``info.threshold`` is the lower threshold.
 
     Raises:
-      ValueError: an argument out of its range.
+      ValueError: an argument is out of its range.
 
-    Cost: six passes over n entries (maximum, mean, candidates, what is not finite,
-    and the masks of the two thresholds), N over about 1.5 k candidates, O(k log n). Where the
-    sample misleads (the count shows it), and where so many entries are equal that
-    the candidates find no room, N more over n.
+    Cost: six passes over n entries (maximum, mean, candidates, entries that are not
+    finite, and the masks of the two thresholds), N over about 1.5 k candidates,
+    O(k log n). N more over n if the sample misleads, which the count shows, or if so
+    many entries are equal that the candidates find no room.
 
     References:
       Shi et al., Towards Scalable Distributed Training of Deep Learning on Public
@@ -130,12 +130,12 @@ def _search(acc: jax.Array, k: int, samplings: int) -> _Bracket:
 
     def sample(bracket: _Bracket, reached_by) -> _Bracket:
         # Halving the ratio halves the interval of thresholds. The paper's mean + ratio *
-        # (maximum - mean) rounds once or twice, as the compiler contracts it; where it is computed
-        # twice, the threshold that is counted may not be the one that is kept. Here the products
-        # are exact, so it rounds once. The larger of the two: halves may be flushed to zero.
+        # (maximum - mean) rounds once or twice, depending on the compiler. If it is computed
+        # twice, the threshold that is counted may differ from the one that is kept. Here the
+        # products are exact, so it rounds once. The larger one, as halves may be flushed to zero.
         middle = bracket.left * 0.5 + bracket.right * 0.5
         threshold = jnp.maximum(middle, bracket.left)
-        # Zeros reach no threshold, that of mean 0 included.
+        # Zeros reach no threshold, not even one of 0.
         pattern = jnp.maximum(_bits.magnitude_bits(threshold), 1)
         more = reached_by(pattern) > k
         # Thresholds only rise on the left and fall on the right, so the last one
@@ -154,7 +154,7 @@ def _search(acc: jax.Array, k: int, samplings: int) -> _Bracket:
         return carry[0] < samplings
 
     def among_all(carry):
-        # Tied to the carry, or XLA moves |acc| out of the loop into n words.
+        # Tied to the carry; otherwise XLA moves |acc| out of the loop, into n words.
         here, turn = lax.optimization_barrier((acc, carry[0]))
         return turn + 1, sample(carry[1], lambda pattern: _count(here, pattern))
 
@@ -162,9 +162,9 @@ def _search(acc: jax.Array, k: int, samplings: int) -> _Bracket:
         found, usable = start, bottom < 0
     else:
         found = lax.fori_loop(0, samplings, lambda _, b: sample(b, among_candidates), start)
-        # Below ``low`` more than k: known only if more than k reach ``low``, or all do.
+        # Below ``low`` the count exceeds k only if more than k reach ``low``, or all do.
         usable = ((count > k) | (low <= 1)) & (count <= candidates.shape[0])
-    # A while loop of no turns and not a ``lax.cond``, which under vmap computes both.
+    # A while loop without turns instead of a ``lax.cond``, which computes both under vmap.
     begun = jax.tree.map(lambda a, b: jnp.where(usable, a, b), found, start)
     turn = jnp.where(usable, jnp.int32(samplings), jnp.int32(0))
     _, bracket = lax.while_loop(unfinished, among_all, (turn, begun))
@@ -178,7 +178,7 @@ def _search(acc: jax.Array, k: int, samplings: int) -> _Bracket:
 
 
 def _mean_and_maximum(acc: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Lines 2 and 3, of the finite entries, ``f32[]`` each."""
+    """Lines 2 and 3, over the finite entries, ``f32[]`` each."""
 
     def finite_bits(x):
         bits = _bits.magnitude_bits(x)
@@ -196,7 +196,7 @@ def _mean_and_maximum(acc: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _maximum(function, acc: jax.Array) -> jax.Array:
     """The maximum over n entries of ``function``, whose results are not negative.
 
-    In two stages, or it is one long scalar loop on CPUs.
+    It has two stages, because one stage is one long scalar loop on CPUs.
     """
     main = acc.shape[0] // 1024 * 1024
     rest = jnp.max(function(acc[main:]), initial=0)
@@ -209,7 +209,7 @@ def _maximum(function, acc: jax.Array) -> jax.Array:
 def _candidates(acc: jax.Array, k: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """A magnitude's bits, the values that reach it, and their count.
 
-    Where n is small, or k near to it, all values are returned.
+    If n is small, or k is near n, all values are returned.
     """
     size = acc.shape[0]
     capacity = math.ceil(_ROOM * k) + 32
@@ -228,7 +228,7 @@ def _count(acc: jax.Array, pattern: jax.Array) -> jax.Array:
 
 
 def _words_between(acc: jax.Array, bracket: _Bracket, k: int, turn: jax.Array) -> jax.Array:
-    """Lines 25 to 28: all above the bracket, and the missing ones from within it."""
+    """Lines 25 to 28: all entries above the bracket, and the missing ones from within it."""
     above = _bits.mask_by_magnitude(acc, lambda bits: bits > bracket.top)
     within = _bits.mask_by_magnitude(
         acc, lambda bits: (bits >= bracket.lower) & (bits <= bracket.top)

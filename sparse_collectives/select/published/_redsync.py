@@ -3,9 +3,9 @@
 Fang et al. 2019 place the threshold at ``mean + ratio (maximum - mean)`` of the
 magnitudes and halve the interval of the ratio until the count is in [k, 2k].
 
-Deviation: the search is bounded by rounds and not by the width of the interval,
-and where it ends without success the side on which at least k entries pass is
-taken: on ties the other side may select nothing at all.
+Deviation: the search is bounded by rounds instead of the width of the interval.
+If it ends without success, the side on which at least k entries pass is taken,
+because with ties the other side may select nothing.
 """
 
 import math
@@ -26,20 +26,21 @@ def redsync(density: float, *, rounds: int = 20, headroom: float = 1.0) -> Selec
     """Selects by a threshold that between k and 2k entries reach.
 
     The threshold is not below the mean magnitude, so fewer than k entries may
-    pass where the density is large or few entries make up the sum. Zeros are
-    never selected.
+    pass if the density is large or if few entries make up the sum. Zeros are never
+    selected.
 
     NaN and infinity are left out of the mean and the maximum, are always selected,
-    and count. Where all magnitudes are subnormal mean and maximum may vanish; every
-    nonzero entry passes then.
+    and are counted. If all magnitudes are subnormal, the mean and the maximum may
+    vanish; then every nonzero entry passes.
 
     Args:
-      density: the wanted k / n, in (0, 1]. At 1 every nonzero is selected.
-      rounds: how many thresholds are tried at most. A maximum far from the rest (a
+      density: the target for k / n, in (0, 1]. At 1 every nonzero is selected.
+      rounds: the largest number of thresholds to try. A maximum far from the rest (a
         heavy tail) takes one round for each power of two of the distance.
-      headroom: slots beyond k, as a share of k; 1 holds all that the search aims
-        at. Entries that pass the threshold and find no slot stay with the caller;
-        which ones changes from step to step, so that none waits for ever.
+      headroom: slots beyond k, as a share of k; 1 has room for every count that the
+        search aims at. Entries that pass the threshold but find no slot stay with
+        the caller. Which entries these are changes from step to step, so each of
+        them is sent eventually.
 
     Returns:
       A :class:`Selector` whose buffers have ``ceil((1 + headroom) k)`` slots and
@@ -47,10 +48,10 @@ def redsync(density: float, *, rounds: int = 20, headroom: float = 1.0) -> Selec
 
     Raises:
       TypeError: density is not a number.
-      ValueError: an argument out of its range.
+      ValueError: an argument is out of its range.
 
     Cost: three passes over n entries (maximum, mean, selection) and one for each
-    round, two to six of them for gradients; three more where some entries are not
+    round, two to six of them for gradients; three more if some entries are not
     finite.
 
     References:
@@ -95,7 +96,7 @@ def redsync(density: float, *, rounds: int = 20, headroom: float = 1.0) -> Selec
 
 
 def _searched_threshold(acc: jax.Array, k: int, rounds: int) -> jax.Array:
-    """The threshold that k to 2k entries reach, or the nearest below that was tried."""
+    """The threshold that k to 2k entries reach, or the nearest lower one that was tried."""
     extent = _statistics.extent(acc)
     mean = jnp.minimum(extent.total / extent.count * extent.up, extent.largest)
 
@@ -105,7 +106,7 @@ def _searched_threshold(acc: jax.Array, k: int, rounds: int) -> jax.Array:
 
     def halve(carry):
         turn, low, high, _ = carry
-        # Tied to the carry, or XLA moves |acc| out of the loop into n words.
+        # Tied to the carry; otherwise XLA moves |acc| out of the loop, into n words.
         here, ratio = lax.optimization_barrier((acc, (low + high) / 2))
         threshold = mean + ratio * (extent.largest - mean)
         count = _statistics.count_reaching(here, _bits.magnitude_bits(threshold))
@@ -115,7 +116,7 @@ def _searched_threshold(acc: jax.Array, k: int, rounds: int) -> jax.Array:
         return turn + 1, jnp.where(enough, ratio, low), jnp.where(enough, high, ratio), found
 
     low = jnp.zeros_like(mean)
-    # It varies over the workers as the entries do, which its type has to say from the start.
+    # It varies over the workers as the entries do; its type must say so from the start.
     found = low != low
     start = (jnp.zeros((), jnp.int32), low, jnp.ones_like(low), found)
     _, ratio, _, _ = lax.while_loop(unfinished, halve, start)

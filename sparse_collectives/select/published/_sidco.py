@@ -1,10 +1,10 @@
 """SIDCo: a sparsity-inducing distribution fitted in stages.
 
 Abdelmoniem et al. 2021 fit a one-sided distribution to the magnitudes. One fit
-to all of them says little about a far tail, so the fit is made in stages: the
-first threshold passes a quarter of the entries, the next fit is to what exceeds
-it, and so on; the last stage aims at what is left of the density. A controller
-adapts the number of stages to the count that was measured.
+to all of them describes a far tail poorly, so the fit is made in stages. The
+first threshold passes 25 % of the entries, the next fit is to the entries above
+it, and so on; the last stage aims at the rest of the density. A controller adapts
+the number of stages to the measured count.
 """
 
 import math
@@ -51,33 +51,33 @@ def sidco(
 ) -> Selector:
     r"""Selects by the threshold of a distribution fitted in stages.
 
-    With the mean :math:`\mu` and variance :math:`\sigma^2` of what exceeds the
-    threshold before, a stage of density d raises the threshold by
+    With the mean :math:`\mu` and the variance :math:`\sigma^2` of the excess over the
+    previous threshold, a stage of density d raises the threshold by
     :math:`-\mu \log d` (exponential) or by :math:`\beta (d^{-\xi} - 1) / \xi`
     with :math:`\xi = (1 - \mu^2 / \sigma^2) / 2` and
-    :math:`\beta = \mu (1 + \mu^2 / \sigma^2) / 2` (generalised Pareto). Zeros are
+    :math:`\beta = \mu (1 + \mu^2 / \sigma^2) / 2` (generalized Pareto). Zeros are
     never selected.
 
-    NaN and infinity are left out of the fits, are always selected and count for
-    the controller. The threshold is never above the largest finite magnitude, so
-    something is selected where something is nonzero. Where all magnitudes are
-    subnormal the statistics may vanish; every nonzero entry passes then.
+    NaN and infinity are left out of the fits, are always selected, and count for the
+    controller. The threshold is never above the largest finite magnitude, so at least
+    one entry is selected if any is nonzero. If all magnitudes are subnormal, the
+    statistics may vanish; then every nonzero entry passes.
 
     Args:
-      density: the wanted k / n, in (0, 1]. At 1 every nonzero is selected.
+      density: the target for k / n, in (0, 1]. At 1 every nonzero is selected.
       distribution: ``'exponential'``; ``'gamma'``, for the nonzeros in the first
-        stage, generalised Pareto in the later ones; or ``'pareto'``, generalised
-        Pareto in all.
+        stage, with generalized Pareto in the later ones; or ``'pareto'``, generalized
+        Pareto in all stages.
       period: steps over which the count is averaged before the number of stages
         may change (5 in the paper).
       tolerance: the share of k by which the average may be off (0.2 in the
-        paper). Above it the next period has one stage fewer, below it one
-        more. ``math.inf`` keeps one stage.
-      max_stages: the largest number of stages. There are never more than leave the
-        last one a density below 1.
+        paper). If the average is higher, the next period has one stage fewer; if
+        it is lower, one more. ``math.inf`` keeps one stage.
+      max_stages: the largest number of stages. There are never so many that the
+        last one would have a density of 1 or more.
       headroom: slots beyond k, as a share of k. Entries that pass the threshold
-        and find no slot stay with the caller; which ones changes from step to
-        step, so that none waits for ever.
+        but find no slot stay with the caller. Which entries these are changes
+        from step to step, so each of them is sent eventually.
 
     Returns:
       A :class:`Selector` whose buffers have ``ceil((1 + headroom) k)`` slots and
@@ -85,12 +85,12 @@ def sidco(
 
     Raises:
       TypeError: density is not a number.
-      ValueError: an argument out of its range.
+      ValueError: an argument is out of its range.
 
     Cost: three passes over n entries (maximum, mean, selection); two more for each
-    stage after the first (count and mean of what exceeds); one more for each Pareto
-    stage (variance) and two for the gamma fit; three more where some entries are
-    not finite, whose masked passes are slower.
+    stage after the first (count and mean of the excess); one more for each Pareto
+    stage (variance) and two for the gamma fit; three more if some entries are not
+    finite, and the masked passes are then slower.
 
     References:
       Abdelmoniem et al. 2021, "An efficient statistical-based gradient
@@ -157,7 +157,7 @@ def _most_stages(k: int, size: int) -> int:
 def _adapt(
     state: SIDCoState, count: jax.Array, k: int, period: int, tolerance: float, most: int
 ) -> SIDCoState:
-    """One stage more or less where the average count of a period is off."""
+    """One stage more or less if the average count of a period is off."""
     passed = state.passed + count.astype(jnp.float32)
     due = (state.count + 1) % period == 0
     ratio = passed / period / k
@@ -168,7 +168,7 @@ def _adapt(
 
 
 def _fitted_threshold(acc: jax.Array, k: int, distribution: str, stages: jax.Array) -> jax.Array:
-    """The threshold after all stages. Everything in between is scaled down."""
+    """The threshold after all stages. Intermediate values are scaled down."""
     size = acc.shape[0]
     extent = _statistics.extent(acc)
     not_finite = size - extent.count
@@ -178,7 +178,7 @@ def _fitted_threshold(acc: jax.Array, k: int, distribution: str, stages: jax.Arr
         return jnp.where(stage + 1 == stages, last, _STAGE_DENSITY)
 
     def exceed(here, low, count, total, density):
-        """How far to raise the threshold, so that ``density`` of what exceeds ``low`` reach it."""
+        """The rise after which a share ``density`` of the entries above ``low`` still passes."""
         mean = total / count
         if distribution == "exponential":
             return -mean * jnp.log(density)
@@ -189,7 +189,7 @@ def _fitted_threshold(acc: jax.Array, k: int, distribution: str, stages: jax.Arr
 
     def refine(carry):
         stage, low = carry
-        # Tied to the carry, or XLA moves |acc| out of the loop into n words.
+        # Tied to the carry; otherwise XLA moves |acc| out of the loop, into n words.
         here, low = lax.optimization_barrier((acc, low))
         bits = _bits.magnitude_bits(low * extent.up)
         passed = _statistics.count_reaching(here, bits).astype(jnp.float32)
@@ -210,8 +210,8 @@ def _fitted_threshold(acc: jax.Array, k: int, distribution: str, stages: jax.Arr
 
 
 def _pareto(mean: jax.Array, variance: jax.Array, density: jax.Array) -> jax.Array:
-    """The generalised Pareto quantile, by the method of moments."""
-    # All equal: no variance, the rise is then that of the mean.
+    """The generalized Pareto quantile, by the method of moments."""
+    # If all are equal, there is no variance, and the threshold rises by the mean.
     ratio = jnp.minimum(mean**2 / jnp.maximum(variance, 1e-30), 1e6)
     shape = (1 - ratio) / 2
     scale = mean * (ratio + 1) / 2
@@ -232,7 +232,7 @@ def _gamma(acc: jax.Array, extent: _statistics.Extent, density: jax.Array) -> ja
 
     mean = extent.total / nonzero
     logs = _statistics.finite_sum(acc, log_magnitude, extent.clean) / nonzero
-    # The share is one of all entries, but only the nonzeros are fitted.
+    # The share refers to all entries, but only the nonzeros are fitted.
     density = jnp.minimum(density * extent.count / nonzero, 1.0)
     s = jnp.maximum(jnp.log(jnp.maximum(mean, 1e-30)) - logs, 1e-6)
     shape = (3 - s + jnp.sqrt((s - 3) ** 2 + 24 * s)) / (12 * s)
