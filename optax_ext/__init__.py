@@ -6,6 +6,8 @@ from optax_ext._aliases import (
     ok_topk_sgd,
     topk_a,
 )
+from optax_ext._loop._ahead import ahead
+from optax_ext._loop._data_parallel import data_parallel
 from optax_ext._loop._monitoring import Monitor, metrics
 from optax_ext._loop._train_round import make_train_round
 from optax_ext._loop._train_step import make_train_step
@@ -18,7 +20,6 @@ from optax_ext._state._find import get_info, get_state
 from optax_ext._state._init import init_state, with_mesh
 from optax_ext._state._placement import state_specs
 from optax_ext._state._reshard import reshard
-from optax_ext._state._residual_tree import ahead
 from optax_ext._step._accumulation import Residual, residual
 from optax_ext._step._dense import dense
 from optax_ext._step._dense_leaves import small_leaves
@@ -50,6 +51,7 @@ __all__ = [
     "checkpoint_metadata",
     "consolidate",
     "contrib",
+    "data_parallel",
     "delayed",
     "dense",
     "flush",

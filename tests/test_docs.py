@@ -20,6 +20,7 @@ from benchmarks._common.processes import ROOT, environment
 from optax_ext._optimizers._common import default_gain
 from optax_ext._state import _find
 from sparse_collectives import cost_model
+from sparse_collectives.__main__ import _MEASURED_SHARING
 from sparse_collectives.__main__ import main as plan
 from sparse_collectives.planner import _steps
 from sparse_collectives.transport import _direct
@@ -255,6 +256,7 @@ def test_the_numbers_of_the_readme_are_those_of_the_data():
     (low, high), (low_1, high_1), (small, _) = ((min(x), max(x)) for x in speeds)
     assert f"{math.floor(low)} to {math.floor(high)} times at 100 Mbit/s" in text
     assert f"{low_1:.1f} to {high_1:.1f} times at 1 Gbit/s; {small:.1f} times for" in text
+    assert f"was {low_1:.1f} to {high_1:.1f} times as fast as dense" in _MEASURED_SHARING
     for link, owner in (("100mbit", "PyTorch's "), ("1gbit", "")):
         rows = {row[0]: row[2] for row in _learning.loss_after_minutes(link)}
         ours, low_rank = rows["`sparse_adamw`"], [rows[x] for x in rows if "PowerSGD" in x]

@@ -214,7 +214,8 @@ class TrainStep:
         batch = places.put_batch(batch)
         if known is None and self._donates:
             (params, opt_state), batch = _arrays.unshared((params, opt_state), batch)
-        results = self._step(params, opt_state, batch, places=places.if_sharded)
+        with _placement.around(self._mesh):
+            results = self._step(params, opt_state, batch, places=places.if_sharded)
         self._returned = _arrays.Returned(results[0], results[1], places)
         # The loss is new at each step, and is never donated.
         self._queue.add(results[2])
@@ -229,13 +230,15 @@ class TrainStep:
         """As ``jax.jit(f).trace``, for example for :mod:`sparse_collectives.traffic`."""
         params, opt_state, places = self._placed(params, opt_state)
         batch = places.put_batch(batch)
-        return self._step.trace(params, opt_state, batch, places=places.if_sharded)
+        with _placement.around(self._mesh):
+            return self._step.trace(params, opt_state, batch, places=places.if_sharded)
 
     def lower(self, params: Any, opt_state: Any, batch: Any) -> jax.stages.Lowered:
         """As ``jax.jit(f).lower``."""
         params, opt_state, places = self._placed(params, opt_state)
         batch = places.put_batch(batch)
-        return self._step.lower(params, opt_state, batch, places=places.if_sharded)
+        with _placement.around(self._mesh):
+            return self._step.lower(params, opt_state, batch, places=places.if_sharded)
 
     def _placed(self, params: Any, opt_state: Any) -> tuple[Any, Any, _places.Places]:
         # The type of an array includes its placement: with arrays that are not on the mesh at

@@ -49,7 +49,7 @@ def moved(opt_state: Any) -> list[Any]:
 
 def _has_moved(node: Any) -> bool:
     """Whether it is the state of ``local_steps``, whose module imports this one."""
-    return {"inner", "outer", "moved"} <= set(getattr(node, "_fields", ()))
+    return {"inner", "outer", "moved"} <= set(getattr(type(node), "_fields", ()))
 
 
 def get_info(opt_state: Any) -> StepInfo | None:
@@ -207,7 +207,7 @@ def reductions(opt_state: Any) -> list[Any]:
 
 def accumulates(node: Any) -> bool:
     """Whether it is the state of a wrapper that accumulates gradients, by optax's field names."""
-    return {"inner_opt_state", "acc_grads"} <= set(getattr(node, "_fields", ()))
+    return {"inner_opt_state", "acc_grads"} <= set(getattr(type(node), "_fields", ()))
 
 
 def mark(opt_state: Any) -> Any:

@@ -125,7 +125,8 @@ def _check(path: str, old: Any, new: Any) -> None:
     if before != after:
         _checks.check_layout(after, before)
     if (old.settings.local == "none") != (new.settings.local == "none"):
-        ours, theirs = ("without", "with")[:: 1 if old.settings.local == "none" else -1]
+        bare = old.settings.local == "none"
+        ours, theirs = ("without", "with") if bare else ("with", "without")
         raise ValueError(
             f"opt_state{path} has residuals {ours} a local transformation, such as a learning "
             f"rate, and fresh_state has residuals {theirs} one, so their units differ. Give local= "

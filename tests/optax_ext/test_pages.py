@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen, nnx
+from flax import jax_utils, linen
+from flax.training import train_state
 from jax.sharding import PartitionSpec
 
 import optax_ext
@@ -18,8 +19,9 @@ pytestmark = pytest.mark.usefixtures("default_promotion")
 WORKERS, STEPS = 8, 4
 # Modules for programs that continue earlier programs of their page.
 MODULES = {"jax": jax, "optax": optax, "optax_ext": optax_ext}
-# Dropout, a TrainState on a mesh and one of pmap, an nnx.Optimizer; then programs of their own.
-DROPOUT, ON_MESH, IN_PMAP, OF_NNX, *RECIPES = programs_of("works_with")
+# The data of the diffs (test_clients.py), dropout, a TrainState on a mesh, BatchNorm by hand.
+_, DROPOUT, ON_MESH, BATCH_NORM = programs_of("clients")
+RECIPES = [BATCH_NORM, *programs_of("works_with")]
 
 
 def mean_square(params, batch):
@@ -50,16 +52,28 @@ def test_loops_of_other_libraries_train_alike(name):
     exec(ON_MESH, trained)
     state = trained["state"]
     assert int(state.step) == STEPS
-    trained |= {"params": jax.tree.map(jnp.copy, start)}
-    exec(IN_PMAP, trained)
-    assert trained["state"].step.tolist() == [STEPS] * WORKERS
-    for a, b in zip(*map(jax.tree.leaves, (state.params, trained["state"].params)), strict=True):
+    mapped = in_pmap(tx, loss_fn, start, batches)
+    assert mapped.step.tolist() == [STEPS] * WORKERS
+    for a, b in zip(*map(jax.tree.leaves, (state.params, mapped.params)), strict=True):
         np.testing.assert_allclose(a, b[0], rtol=1e-4, atol=1e-6)
         np.testing.assert_array_equal(b, np.stack([b[0]] * WORKERS))
-    exec(OF_NNX, masked)
-    models = nnx.Linear(4, 6, rngs=nnx.Rngs(0)), masked["network"]
-    before, after = (sum(map(jnp.sum, jax.tree.leaves(nnx.state(model)))) for model in models)
-    assert before != after
+
+
+def in_pmap(tx, loss_fn, params, batches):
+    """A TrainState of all workers that was made under pmap, after these batches."""
+
+    def create(params):
+        return train_state.TrainState.create(apply_fn=loss_fn, params=params, tx=tx)
+
+    def step(state, batch):
+        here = optax_ext.ahead(state.params, state.opt_state)
+        return state.apply_gradients(grads=jax.grad(loss_fn)(here, batch))
+
+    state = jax.pmap(create, axis_name="data")(jax_utils.replicate(params))
+    mapped = jax.pmap(step, axis_name="data")
+    for batch in batches:
+        state = mapped(state, jax.tree.map(lambda x: x.reshape(WORKERS, -1, *x.shape[1:]), batch))
+    return state
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +161,8 @@ def test_checkpoints(tmp_path):
 
 def test_low_rank():
     given = MODULES | {"params": {"w": jnp.ones((16, 12))}, "batches": [normal((32, 16))] * 3}
-    names = names_after(programs_of("low_rank"), loss_fn=mean_square, **given)
+    low_rank, _ = programs_of("allreduces")
+    names = names_after([low_rank], loss_fn=mean_square, **given)
     assert int(optax_ext.get_state(names["opt_state"]).count) == 3
 
 

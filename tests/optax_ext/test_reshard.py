@@ -277,7 +277,7 @@ def test_what_does_not_fit_is_named():
     for old, new, error, message in (
         (state, fresh(optax.chain(tx, optax.adam(0.1)), 2), ValueError, "different optimizers"),
         (state, scaled, ValueError, r"residuals without a local transformation.*Give local="),
-        (scaled, state, ValueError, r"residuals behind a local transformation.*Give local="),
+        (scaled, state, ValueError, r"residuals with a local transformation.*Give local="),
         (state, fresh(tx, 2, {**PARAMS, "b": jnp.zeros(6)}), ValueError, r"\['b'\] has shape"),
         (state, np.int64(4), TypeError, place),
         (state, mesh(4, "w"), TypeError, place),

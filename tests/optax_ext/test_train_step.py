@@ -1,5 +1,7 @@
 """The train step: what it computes, returns, waits for and costs."""
 
+import contextlib
+import functools
 from types import SimpleNamespace
 
 import jax
@@ -198,3 +200,20 @@ def test_a_train_step_inside_another_program():
     params, _, expected = trained(tx, 3)[-1]
     np.testing.assert_allclose(flat(inside), flat(params), rtol=1e-6)
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
+
+
+def test_a_mesh_with_explicit_axes_may_be_set_around_the_step():
+    explicit = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    params = {"w": jnp.ones((4, 3))}
+
+    def loss(p, x):
+        return jnp.mean((x @ p["w"]) ** 2)
+
+    tx = optax_ext.sparse_sgd(0.1, axis="data", density=0.5)
+    results = []
+    for context in (contextlib.nullcontext, functools.partial(jax.set_mesh, explicit)):
+        with context():
+            state = optax_ext.init_state(tx, params, explicit)
+            step = optax_ext.make_train_step(loss, tx, explicit, donate=False)
+            results.append(step(params, state, jnp.ones((8, 4)))[0]["w"])
+    np.testing.assert_array_equal(*results)

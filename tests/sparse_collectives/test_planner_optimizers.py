@@ -36,8 +36,8 @@ def test_what_a_worker_computes_is_what_was_measured(method, constant):
     assert getattr(_optimizers, constant) == pytest.approx(statistics.median(of_runs), abs=6e-12)
 
 
-# Runs of one method differ by up to 1.31 (sparse_adamw: 2.26 to 2.97 times dense), and the model's
-# median error is 21 %. The costs are from runs at 1 Gbit/s; the other link is a prediction.
+# Runs of one method differ (sparse_adamw: 3.50 to 4.00 times dense), and the model's median error
+# is 21 %. The costs are from runs at 1 Gbit/s; the other link is a prediction.
 FACTOR = 1.3
 # Processes that share cores wait for one another in each collective, which the model leaves out:
 # with local work measured in the same runs, it has ok_topk 28 % too fast (docs/network.md).
