@@ -232,4 +232,4 @@ def test_a_selector_of_a_larger_density_than_the_alias(name):
 
     make(DENSITY)
     make(DENSITY / 2)
-    refused(r"the selector has density=0\.5, and density=0\.1", make, 0.5)
+    refused(r"the selector has density=0\.5, and the exchange only density=0\.1", make, 0.5)
