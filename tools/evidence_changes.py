@@ -14,8 +14,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def verdicts(page: str) -> dict[str, str]:
     """The verdict of each claim by its id."""
-    rows = re.finditer(r"(?m)^\| `([\w./-]+)` .*\| \*\*([^*|]+)\*\*[^|]*(?:\\\|[^|]*)* \|$", page)
-    return {row[1]: row[2] for row in rows}
+    rows = re.finditer(r"(?m)^\| \*\*([^*|]+)\*\*[^|]*(?:\\\|[^|]*)* \| `([\w./-]+)` ", page)
+    return {row[2]: row[1] for row in rows}
 
 
 def changes(before: str, after: str) -> list[tuple[str, str, str]]:

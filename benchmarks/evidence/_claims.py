@@ -57,6 +57,17 @@ class Bound(NamedTuple):
         return f"{self.name} from {shown(self.least)} to {shown(self.most)}"
 
 
+# The papers by the first part of the names of their claims.
+_PAPERS = {
+    "ok-topk": "Ok-Topk",
+    "sparcml": "SparCML",
+    "mstopk": "MSTopK",
+    "adtopk": "ADTopk",
+    "control-flow": "Control-flow graphs",
+    "library": "This library",
+}
+
+
 class Claim(NamedTuple):
     """One claim and how it is checked; claims.toml describes the fields.
 
@@ -81,6 +92,12 @@ class Claim(NamedTuple):
     def file(self) -> str:
         """The file of the results, one for each paper."""
         return f"{self.name.partition('/')[0]}.json"
+
+    @property
+    def paper_name(self) -> str:
+        """The paper, as the page has it."""
+        first = self.name.partition("/")[0]
+        return _PAPERS.get(first, first)
 
     @property
     def key(self) -> dict[str, str]:

@@ -1,16 +1,17 @@
-"""The page: a count of the verdicts, then every claim, those that do not hold first."""
+"""The page: a count of the verdicts, then the claims of each paper, failures first."""
 
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from ._claims import CLAIMS, UNCHECKED, VERDICTS, Claim, shown, spread, verdict
+from ._claims import CLAIMS, FAILS, UNCHECKED, VERDICTS, Claim, shown, spread, verdict
 from ._figures import CURVES, FIGURES, FOLDER
 from ._store import Result, Store
 
 # The prose of the page. Brackets stand for a number of a claim: `[id|number]`.
 _TEMPLATE = Path(__file__).with_name("page.md")
+_HEAD = "| verdict | claim | the paper's number | ours | rule |\n|---|---|---|---|---|"
 # After a verdict, and after the caption of a figure.
 _OLD = " (older than the code)"
 _OLDER = "The results of {} claims are older than the code."
@@ -19,20 +20,26 @@ _QUICK = "Results marked with (q) are of the short trainings of `--quick`."
 
 def page(store: Store, claims: Sequence[Claim] = CLAIMS) -> str:
     """The whole page in Markdown, with the figures that have results."""
-    rows: dict[str, list[str]] = {name: [] for name in VERDICTS}
+    rows: dict[str, dict[str, list[str]]] = {}
+    names: dict[str, list[str]] = {name: [] for name in VERDICTS}
     for claim in claims:
         decided, row = _row(claim, store)
-        rows[decided].append(row)
+        names[decided].append(claim.name)
+        rows.setdefault(claim.paper_name, {}).setdefault(decided, []).append(row)
     results = [result for claim in claims for result in store.best(claim)]
     older = sum(map(store.old, claims))
     text = _filled(_TEMPLATE.read_text(encoding="utf-8"), claims, store).format(
         claims=len(claims),
-        checked=len(claims) - len(rows[UNCHECKED]),
-        verdicts="\n".join(f"| {name} | {len(rows[name])} |" for name in VERDICTS if rows[name]),
+        checked=len(claims) - len(names[UNCHECKED]),
+        verdicts="\n".join(f"| {name} | {len(names[name])} |" for name in VERDICTS if names[name]),
+        failures=", ".join(f"`{name}`" for name in names[FAILS]) or "none",
         older=_OLDER.format(older) if older else "",
         quick=_QUICK if any(result["quick"] for result in results) else "",
         figures="\n\n".join(_figures(store)),
-        rows="\n".join(line for name in VERDICTS for line in rows[name]),
+        claims_by_paper="\n\n".join(
+            _section(name, [row for one in VERDICTS for row in of.get(one, ())], claims)
+            for name, of in rows.items()
+        ),
         machines=_machines(results),
     )
     # Empty parts leave blank lines.
@@ -78,9 +85,18 @@ def _row(claim: Claim, store: Store) -> tuple[str, str]:
     if claim.elsewhere:
         rule += f". Or {claim.where}: {'; '.join(map(str, claim.elsewhere))}"
     result = f"**{decided}**" + (f": {note}" if note else "") + (_OLD if store.old(claim) else "")
-    name = f"`{claim.name}` {claim.text}"
-    cells = (name, claim.source, claim.paper, claim.setting, rule, ours, result)
+    cells = (result, f"`{claim.name}` {claim.text}", claim.paper, ours, rule)
     return decided, "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _section(paper: str, rows: Sequence[str], claims: Sequence[Claim]) -> str:
+    """The table of the claims of a paper, and their places and settings."""
+    lines = [f"### {paper}", "", _HEAD, *rows, ""]
+    for claim in claims:
+        if claim.paper_name == paper:
+            setting = f": {' '.join(claim.setting.split())}" if claim.setting else ""
+            lines.append(f"- `{claim.name}`, {claim.source}{setting}.")
+    return "\n".join(lines)
 
 
 def _machines(results: Sequence[Result]) -> str:
