@@ -278,9 +278,9 @@ def loss_with_deaths(figure: Figure) -> None:
     deaths = [death["time"] / 60 for death in rows["killed one by one"]["deaths"]]
     for minute in deaths:
         axes.axvline(minute, color="black", alpha=0.15, linewidth=1.5, zorder=0)
-    axes.set(xlim=(0, 9.6), ylim=(1.77, 2.02), xticks=range(8), ylabel=LOSS)
-    _end_at(axes, 7, "minutes")
-    axes.text(deaths[0] + 0.06, 2.015, "each line: a worker is killed", fontsize=SMALL, va="top")
+    axes.set(xlim=(0, 16.5), ylim=(1.76, 2.02), xticks=range(0, 13, 2), ylabel=LOSS)
+    _end_at(axes, 12, "minutes")
+    axes.text(deaths[0] + 0.1, 2.015, "each line: a worker is killed", fontsize=SMALL, va="top")
     name_ends(axes, lines)
 
 

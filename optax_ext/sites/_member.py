@@ -121,8 +121,9 @@ class Member:
         found = []
         while closed := self._rounds.closed(number + len(found)):
             found.append(closed)
-        behind = self._rounds.newest_snapshot() > number
-        return None if behind and not found else found
+        if not found and self._rounds.newest_snapshot() > number:
+            return None
+        return found
 
     def _add(self, closed: list[Closed] | None, moved: np.ndarray, waited: float) -> None:
         """Adds rounds to the parameters, and takes the delivered entries from ``moved``."""

@@ -6,7 +6,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -80,6 +80,8 @@ class Rounds:
         self._poll = poll
         self._clock = clock
         self._agreed = {"version": VERSION, "model": model.digest, **agreed}
+        # Payloads by their names, so that a site that closes a round reads each only once.
+        self._read: dict[str, bytes] = {}
         self.run = ""
         self.life = secrets.token_hex(8)
 
@@ -182,17 +184,20 @@ class Rounds:
         if rows is None:
             return None
         shares = []
-        for row in rows:
-            name = f"{_round(number)}/payload/{row['site']}"
-            found = self._store.get(name)
+        names = [f"{_round(number)}/payload/{row['site']}" for row in rows]
+        payloads = self._payloads(names)
+        for row, name in zip(rows, names, strict=True):
+            found = payloads.get(name)
             if found is None and self.newest_snapshot() > number:
                 return None
             if found is None or _payload.digest(found) != row["sha256"]:
+                self._read = {}
                 raise ValueError(
                     f"{name} at {self._store.name} is not what the list of its round says: it was "
                     "removed or replaced behind the back of the sites."
                 )
             shares.append(self._share(number, row["site"], found))
+        self._read = {}
         return Closed(number, tuple(shares))
 
     def wait(self, number: int, expected: frozenset[str], seconds: float) -> None:
@@ -226,11 +231,14 @@ class Rounds:
         """Writes the list of the payloads that have come, unless another site is faster."""
         rows = []
         prefix = f"{_round(number)}/payload"
-        for site, size in sorted(self._store.sizes(prefix).items()):
+        sizes = sorted(self._store.sizes(prefix).items())
+        most = self._messages.bytes + _AROUND
+        payloads = self._payloads([f"{prefix}/{site}" for site, size in sizes if size <= most])
+        for site, size in sizes:
             try:
-                if size > self._messages.bytes + _AROUND:
+                if size > most:
                     raise PayloadError(f"it has {size} bytes")
-                data = self._store.get(f"{prefix}/{site}") or b""
+                data = payloads.get(f"{prefix}/{site}", b"")
                 share = self._share(number, site, data)
             except PayloadError as error:
                 log.warning("round %d: the payload of %s is left out: %s", number, site, error)
@@ -243,6 +251,13 @@ class Rounds:
         header = {"run": self.run, "number": number}
         body = json.dumps(rows, separators=(",", ":")).encode()
         self._store.create(f"{_round(number)}/list", _payload.pack(header, body, self._key))
+
+    def _payloads(self, names: Sequence[str]) -> dict[str, bytes]:
+        """The objects that exist, each of which is read once; all at the same time."""
+        missing = [name for name in names if name not in self._read]
+        found = zip(missing, self._store.get_all(missing), strict=True)
+        self._read |= {name: data for name, data in found if data is not None}
+        return {name: self._read[name] for name in names if name in self._read}
 
     def _share(self, number: int, site: str, data: bytes) -> Share:
         """The checked content of a payload; raises a PayloadError if it may not be taken."""

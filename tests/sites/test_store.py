@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from optax_ext.sites._store import Store, StoreError
-from tests.sites.helpers import PARAMS, flat, memory, moved, site
+from tests.sites.helpers import PARAMS, flat, memory, moved, site, together
 
 
 @pytest.fixture(params=["folder", "memory"])
@@ -161,3 +161,23 @@ def test_the_protocol_of_s3(monkeypatch):
     finally:
         server.kill()
         server.wait()
+
+
+def test_a_site_reads_each_payload_once(monkeypatch):
+    store = memory()
+    both = [site(store, name, quorum=2) for name in "ab"]
+    read = [[], []]
+    for one, names in zip(both, read, strict=True):
+        of = one._member._rounds._store
+        monkeypatch.setattr(
+            of, "get", lambda name, get=of.get, to=names: (to.append(name), get(name))[1]
+        )
+    for step in range(3):
+        calls = [
+            lambda one=one, step=step: one.exchange(moved(one.params, step), tokens=1, wait=True)
+            for one in both
+        ]
+        together(*calls)
+    for names in read:
+        payloads = [name for name in names if "payload" in name]
+        assert len(payloads) == len({*payloads}) == 2 * 3
