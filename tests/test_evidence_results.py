@@ -157,7 +157,7 @@ def test_a_result_of_other_code_is_stale_and_stays_on_the_page(tmp_path, monkeyp
     assert [store.has(claim, 0, quick=True) for claim in claims] == [False, True]
     text = page(store, claims)
     assert "The results of 1 claims are older than the code." in text
-    (line,) = [line for line in text.splitlines() if line.endswith("(older than the code) |")]
+    (line,) = [line for line in text.splitlines() if "** (older than the code) |" in line]
     assert "`some/one`" in line
     assert HOLDS in line
     assert unmarked(text) == fresh
