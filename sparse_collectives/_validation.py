@@ -104,8 +104,8 @@ def check_float(name: str, dtype: Any, *, float64: bool = False) -> None:
     dtype = jnp.dtype(dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(
-            f"{name} must be of a real floating type, got {dtype}. Leave such leaves out with "
-            "optax.masked, or cast them to float32."
+            f"{name} must be of a real floating type, got {dtype}. Keep such leaves out of the "
+            "parameters, as nnx.split(model, nnx.Param, ...) does, or cast them to float32."
         )
     if dtype.itemsize not in ((2, 4, 8) if float64 else (2, 4)):
         wider = (
