@@ -4,14 +4,8 @@
 applied, and for each value on held-out data. SIGTERM ends it after its round.
 """
 
-import json
-import logging
-import os
 import signal
-import sys
 import time
-import traceback
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,24 +14,13 @@ import optax
 
 from optax_ext import sites
 
-from .._common.processes import die_with_parent
-from ..learning import _tasks
+from ._process import run, say
 
 
-def say(event: str, **values: Any) -> None:
-    """One line for the program that waits for it."""
-    print(json.dumps({"event": event, "time": time.time(), **values}), flush=True)
-
-
-def main() -> None:
+def main(given: dict[str, Any], task: Any) -> None:
     """Trains until the rounds of the settings are over, or it is asked to end."""
-    given = json.loads(sys.argv[1])
-    die_with_parent()
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
-    jax.config.update("jax_platforms", "cpu")
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
-    task = _tasks.make("text", given["width"], Path(given["text"]) if given["text"] else None, None)
     tx = optax.adamw(given["rate"], weight_decay=0.01)
 
     @jax.jit
@@ -77,12 +60,7 @@ def main() -> None:
     params = site.finish(params)
     site.close()
     say("done", round=site.round, value=task.evaluate(site.params))
-    os._exit(0)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except Exception:
-        traceback.print_exc()
-        os._exit(1)
+    run(main)

@@ -5,13 +5,6 @@
 """
 
 import hashlib
-import json
-import logging
-import os
-import sys
-import time
-import traceback
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,22 +13,11 @@ import numpy as np
 import optax_ext
 from optax_ext import elastic
 
-from .._common.processes import die_with_parent
-from ..learning import _tasks
+from ._process import run, say
 
 
-def say(event: str, **values: Any) -> None:
-    """Writes one line for the program that waits for it."""
-    print(json.dumps({"event": event, "time": time.time(), **values}), flush=True)
-
-
-def main() -> None:
+def main(given: dict[str, Any], task: Any) -> None:
     """Trains until the steps of the settings are taken, or until it is killed."""
-    given = json.loads(sys.argv[1])
-    die_with_parent()
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
-    jax.config.update("jax_platforms", "cpu")
-    task = _tasks.make("text", given["width"], Path(given["text"]) if given["text"] else None, None)
     job = elastic.connect(
         given["address"],
         given["size"],
@@ -70,13 +52,7 @@ def main() -> None:
             received = 4.0 * float(info.words.addressable_data(0).ravel()[0])
             say("value", step=step, value=task.evaluate(params), bytes=received)
     say("done", step=training.step)
-    os._exit(0)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except Exception:
-        # At once, since the others wait for this one until it is gone.
-        traceback.print_exc()
-        os._exit(1)
+    run(main)

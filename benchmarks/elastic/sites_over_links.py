@@ -160,6 +160,12 @@ def of_one_job(hosts: namespaces.Hosts, rounds: int, args: Any) -> dict[str, Any
     }
 
 
+def _line(found: dict[str, Any]) -> str:
+    """A training in a few numbers, and the last point of its curve."""
+    few = {name: value for name, value in found.items() if name not in ("sites", "joined")}
+    return json.dumps({**few, "values": found["values"][-1]})
+
+
 @options.program
 def main(argv: list[str] | None = None) -> None:
     """Runs both, and prints what a round took."""
@@ -176,6 +182,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--text", type=Path, help="a text; by default Python's help topics")
     parser.add_argument("--json", type=options.output, help="write the results here")
     args = parser.parse_args(argv)
+    if args.rounds < args.evaluate_every:
+        parser.error(f"--rounds {args.rounds} is less than --evaluate-every {args.evaluate_every}")
     options.require_network()
     with namespaces.network(SITES + 1) as hosts:
         hosts.limit(args.link)
@@ -184,12 +192,10 @@ def main(argv: list[str] | None = None) -> None:
         found |= {name: getattr(args, name) for name in ("density", "rate", "seed")}
         found["sites"] = of_sites(hosts, args)
         reports.write(args.json, found)
-        print(json.dumps({**found["sites"], "sites": ..., "values": ...}, default=str), flush=True)
+        print(_line(found["sites"]), flush=True)
         found["one job"] = of_one_job(hosts, found["sites"]["rounds"], args)
         reports.write(args.json, found)
-        print(
-            json.dumps({**found["one job"], "values": found["one job"]["values"][-1]}), flush=True
-        )
+        print(_line(found["one job"]), flush=True)
 
 
 if __name__ == "__main__":
