@@ -37,7 +37,8 @@ NEWEST_TESTS := $(addprefix tests/,\
         test_rounds_mapped.py test_train_round.py) sparse_collectives/test_direct_messages.py \
     $(addprefix elastic/,test_two_workers.py test_handover.py test_saving.py))
 TRAININGS := tests/test_examples.py tests/test_training_benchmarks.py tests/test_training_models.py tests/system
-PYTEST := $(CACHE) $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile
+# Without the last option, xdist waits forever after a process of the tests has crashed.
+PYTEST := $(CACHE) $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --max-worker-restart=0
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow fuzz test-newest on-newest test-mpi contract evidence tables lint \
@@ -117,7 +118,7 @@ test-newest:
 on-newest: $(NEWEST)/.installed-test
 	@$(NEWEST)/bin/python -c 'import jax, sys; print("jax", jax.__version__, "on", sys.version)'
 	$(call fast_compile,$(NEWEST)) $(CACHE) $(NEWEST)/bin/python -m pytest -n $(PYTEST_WORKERS) \
-	    --dist loadfile -m "not slow" $(NEWEST_TESTS) $(ARGS)
+	    --dist loadfile --max-worker-restart=0 -m "not slow" $(NEWEST_TESTS) $(ARGS)
 
 test-mpi: $(VENV)/.installed-mpi
 	$(call fast_compile,$(VENV)) $(CACHE) $(BIN)/python -m pytest tests/mpi $(ARGS)

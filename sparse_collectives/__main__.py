@@ -101,7 +101,7 @@ def _make_parser() -> argparse.ArgumentParser:
         "--select-cost",
         metavar="T",
         help="local work per parameter: a time such as 0.1ns, 'cpu' (3ns, measured: the default) "
-        "or 'gpu' (launches and bytes of compiled programs, not timed)",
+        "or 'gpu' (from the launches and bytes of compiled programs)",
     )
     add(
         "--workers-per-core",

@@ -76,10 +76,10 @@ class Run:
         return lightest(parse(self.compiled.as_text()))["launches"]
 
 
-def gradients(size: int) -> list[jax.Array]:
+def gradients(size: int, seed: int = 0) -> list[jax.Array]:
     """Three vectors with heavy tails, whose scale differs by layer."""
     made = []
-    for key in jax.random.split(jax.random.key(0), 3):
+    for key in jax.random.split(jax.random.key(seed), 3):
         body, tail, scale = jax.random.split(key, 3)
         layer = jnp.exp(jax.random.normal(scale, (32,)) / 2)
         product = jax.random.normal(body, (size,)) * jax.random.normal(tail, (size,))
@@ -106,25 +106,25 @@ def selection(selector: Selector, data: Sequence[jax.Array]) -> Run:
 def step(made: Contestant, density: float, data: Sequence[jax.Array]) -> Run:
     """``tx.update`` of one worker."""
     mesh = Mesh(np.array(jax.devices()[:1]), (AXIS,), axis_types=(AxisType.Auto,))
-    tx, params = made.make(density, AXIS), _shaped(made, jnp.zeros_like(data[0]))
+    tx, params = made.make(density, AXIS), shaped(made, jnp.zeros_like(data[0]))
     state = optax_ext.init_state(tx, params, mesh)
-    stream = [jax.tree.map(lambda g: g[None], _shaped(made, x)) for x in data]
+    stream = [jax.tree.map(lambda g: g[None], shaped(made, x)) for x in data]
     return _stepping(map_update(tx, state, mesh), stream, state, params)
 
 
 def simulated(made: Contestant, density: float, data: Sequence[jax.Array], workers: int) -> Run:
     """``tx.update`` of several workers on this device, each with its share of the entries."""
     size = data[0].size // workers
-    tx, params = made.make(density, AXIS), _shaped(made, jnp.zeros(size, data[0].dtype))
+    tx, params = made.make(density, AXIS), shaped(made, jnp.zeros(size, data[0].dtype))
     shared = {"axis": AXIS, "axis_size": workers}
     state = sc.simulate(tx.init, in_axes=None, **shared)(params)
     update = sc.simulate(tx.update, in_axes=(0, 0, None), **shared)
-    split = jax.vmap(lambda x: _shaped(made, x))
+    split = jax.vmap(lambda x: shaped(made, x))
     stream = [split(x[: size * workers].reshape(workers, size)) for x in data]
     return _stepping(update, stream, state, params)
 
 
-def _shaped(made: Contestant, vector: jax.Array) -> Any:
+def shaped(made: Contestant, vector: jax.Array) -> Any:
     """The entries in the shapes of the contestant's gradient."""
     if not made.matrices:
         return vector

@@ -30,6 +30,7 @@ Option = tuple[str, Any]
 # The contestant for each name, the dense one first: over simulated workers,
 _ADAMW = {
     DENSE: "dense/leaves",
+    "dense, float16": "dense16",
     "ok_topk before AdamW": "ok_topk",
     "dense, delayed": "delayed(dense)",
 }

@@ -38,6 +38,10 @@ class Store:
     def _find(self, **wanted: Any) -> list[dict[str, Any]]:
         return [run for run in self.runs if wanted.items() <= run.items()]
 
+    def has(self, case: Case, rate: float, seed: int) -> bool:
+        """Whether this run of a case is there."""
+        return bool(self._find(**case, rate=rate, seed=seed))
+
     def best(self, **case: Any) -> list[dict[str, Any]]:
         """The runs of a case by seed, with the learning rate that is best for seed 0."""
         ended = [run for run in self._find(seed=0, **case) if math.isfinite(run["value"])]

@@ -158,4 +158,5 @@ def layout_of(params: Any) -> list[Leaf]:
 def schedule(peak: float, steps: int) -> optax.Schedule:
     """A warmup over 5 % of the steps, then a cosine down to 1 % of the peak."""
     warmup = max(1, steps // 20)
-    return optax.warmup_cosine_decay_schedule(peak / 20, peak, warmup, steps, peak / 100)
+    share = optax.warmup_cosine_decay_schedule(0.05, 1.0, warmup, steps, 0.01)
+    return lambda count: peak * share(count)

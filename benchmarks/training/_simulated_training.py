@@ -100,6 +100,42 @@ def order_of(task: Task, *, steps: int, batch: int, seed: int) -> np.ndarray:
     return np.concatenate(epochs)[:steps].astype(np.int32)
 
 
+Each = Callable[[Callable[[Any], Any], Any], Any]
+
+
+def step_of(
+    task: Task, variant: Variant, workers: int, each: Each
+) -> Callable[[Any, Any], tuple[Any, Any]]:
+    """A step of all workers, for ``lax.scan``; ``each(f, xs)`` applies f to the part of each."""
+    shared = {"axis": AXIS, "axis_size": workers}
+    exchange = sc.simulate(variant.exchange.update, in_axes=(0, 0, None), **shared)
+    ahead = sc.simulate(optax_ext.ahead, in_axes=(None, 0), **shared)
+
+    def step(carry, batches):
+        params, state, optimizer_state = carry
+        losses, gradients = each(
+            lambda where: jax.value_and_grad(task.loss)(*where), (ahead(params, state), batches)
+        )
+        means, state = exchange(gradients, state, params)
+        # Every worker has the same mean, bit for bit.
+        mean = jax.tree.map(lambda x: x[0], means)
+        updates, optimizer_state = variant.optimizer.update(mean, optimizer_state, params)
+        info, sent = optax_ext.get_info(state), ()
+        if info is not None:
+            sent = (info.words[0], info.selected.mean(), info.delivered[0] * 1.0)
+        carry = optax.apply_updates(params, updates), state, optimizer_state
+        return carry, (losses.mean(), sent)
+
+    return step
+
+
+def start_of(variant: Variant, params: Any, workers: int) -> tuple[Any, Any, Any]:
+    """What steps carry: the parameters, and the states of the exchange and the optimizer."""
+    init = sc.simulate(variant.exchange.init, axis=AXIS, axis_size=workers)
+    copies = jax.tree.map(lambda x: jnp.broadcast_to(x, (workers, *x.shape)), params)
+    return params, init(copies), variant.optimizer.init(params)
+
+
 def train(
     task: Task,
     variant: Variant,
@@ -117,35 +153,15 @@ def train(
     """
     if batch % workers:
         raise InputError(f"a batch of {batch} can't be dealt out to {workers} workers")
-    shared = {"axis": AXIS, "axis_size": workers}
-    exchange = sc.simulate(variant.exchange.update, in_axes=(0, 0, None), **shared)
-    ahead = sc.simulate(optax_ext.ahead, in_axes=(None, 0), **shared)
-
-    def step(carry, batches):
-        params, state, optimizer_state = carry
-        # One worker after the other: small products of matrices stay in the cache.
-        losses, gradients = lax.map(
-            lambda where: jax.value_and_grad(task.loss)(*where), (ahead(params, state), batches)
-        )
-        means, state = exchange(gradients, state, params)
-        # Every worker has the same mean, bit for bit.
-        mean = jax.tree.map(lambda x: x[0], means)
-        updates, optimizer_state = variant.optimizer.update(mean, optimizer_state, params)
-        info, sent = optax_ext.get_info(state), ()
-        if info is not None:
-            sent = (info.words[0], info.selected.mean(), info.delivered[0] * 1.0)
-        carry = optax.apply_updates(params, updates), state, optimizer_state
-        return carry, (losses.mean(), sent)
-
+    # One worker after the other: small products of matrices stay in the cache.
+    step = step_of(task, variant, workers, lax.map)
     # A shorter part at the end is compiled separately.
     part = jax.jit(lambda carry, batches: lax.scan(step, carry, batches))
-    init = sc.simulate(variant.exchange.init, **shared)
 
     def one(seed: int) -> Curve:
         params = task.init(seed)
         size = sum(leaf.size for leaf in jax.tree.leaves(params))
-        copies = jax.tree.map(lambda x: jnp.broadcast_to(x, (workers, *x.shape)), params)
-        carry = (params, init(copies), variant.optimizer.init(params))
+        carry = start_of(variant, params, workers)
         chosen = order_of(task, steps=steps, batch=batch, seed=seed)
         chosen = chosen.reshape(steps, workers, batch // workers)
         curve, sent = Curve([0], [task.evaluate(params)], [], None, None), []
@@ -159,10 +175,13 @@ def train(
                 f"{task.name}, {label}, P = {workers}, seed {seed}, step {curve.steps[-1]}: "
                 f"{curve.values[-1]:.4f} (training loss {curve.losses[-1]:.4f})"
             )
-        if not sent[0].size:
-            return curve
-        words, selected, delivered = np.concatenate(sent, axis=1)
-        counts, share = np.stack([selected, delivered]), float(delivered.mean()) / size
-        return curve._replace(words=float(words.mean()), delivered=share, counts=counts)
+        return counted(curve, np.concatenate(sent, axis=1), size) if sent[0].size else curve
 
     return [one(seed) for seed in seeds]
+
+
+def counted(curve: Curve, sent: np.ndarray, size: int) -> Curve:
+    """The curve with its means and counts of ``sent f64[3, steps]``."""
+    words, selected, delivered = sent
+    counts, share = np.stack([selected, delivered]), float(delivered.mean()) / size
+    return curve._replace(words=float(words.mean()), delivered=share, counts=counts)

@@ -1,9 +1,9 @@
 """The cost of a sparse step on a GPU, from its compiled programs.
 
-We have not timed it. `benchmarks.gpu.programs` compiles the steps for the description of an H100
-and counts the kernels that a steady step launches and the bytes that they move. A launch is
-assumed to take 4 us (launches take 2 to 5 us), and memory to reach 60 % of its bandwidth. A test
-checks that the numbers equal the numbers in `benchmarks/gpu/programs.json`.
+`benchmarks.gpu.programs` compiles the steps for the description of an H100 and counts the kernels
+that a steady step launches and the bytes that they move. A launch is assumed to take 4 us, and
+memory to reach 60 % of its bandwidth. Whole steps of one worker took 0.8 to 1.3 times as long on an
+H200 (docs/gpu.md). A test checks that the numbers equal those in `benchmarks/gpu/programs.json`.
 """
 
 from typing import NamedTuple

@@ -148,8 +148,8 @@ def _local(local: LocalCost) -> str:
     if not local.gpu:
         return given
     counted = (
-        f"a GPU, {_gpu.LAUNCH * 1e6:.3g} us a launch and {_gpu.BANDWIDTH / 1e12:.3g} TB/s, "
-        "counted and not timed"
+        f"a GPU, {_gpu.LAUNCH * 1e6:.3g} us a launch and {_gpu.BANDWIDTH / 1e12:.3g} TB/s "
+        "(an H200 took 0.8 to 1.3 times as long)"
     )
     return f"{counted}; {given}" if local.select or local.merge else counted
 

@@ -155,12 +155,12 @@ class Trained(NamedTuple):
     above: list[float]
 
 
-def losses_by_bytes() -> list[Trained]:
-    """The contestants of `learning_bytes.jsonl`, the dense one first."""
+def losses_by_bytes(width: int = 32) -> list[Trained]:
+    """The contestants of `learning_bytes.jsonl` with models of a width, the dense one first."""
     found: list[Trained] = []
     dense: dict[int, float] = {}
     for name, shown in LABELS["loss_by_bytes"].items():
-        of_name = runs("learning_bytes.jsonl", contestant=name)
+        of_name = runs("learning_bytes.jsonl", contestant=name, width=width)
         if not of_name:
             continue
         first = {run["rate"]: run for run in of_name if run["seed"] == 0}
@@ -173,9 +173,9 @@ def losses_by_bytes() -> list[Trained]:
     return found
 
 
-def table_loss_by_bytes() -> Rows:
+def loss_by_bytes(width: int) -> Rows:
     """Loss after 4,000 steps, the most words first."""
-    found = losses_by_bytes()
+    found = losses_by_bytes(width)
     most = found[0].words
     return [
         [
@@ -189,6 +189,10 @@ def table_loss_by_bytes() -> Rows:
         ]
         for one in sorted(found, key=lambda one: -one.words)
     ]
+
+
+table_loss_by_bytes = functools.partial(loss_by_bytes, 32)
+table_loss_by_bytes_wide = functools.partial(loss_by_bytes, 128)
 
 
 def runs(file: str = "learning_steps.jsonl", /, **wanted: Any) -> list[dict[str, Any]]:

@@ -159,3 +159,42 @@ def table_gpu_overlaps() -> Rows:
         [f"`{row['reduction']}`", ", ".join(str(each["products"]) for each in row["beside"])]
         for row in _compiled("overlap.json")
     ]
+
+
+# What the planner takes for a launch, and for the memory: see docs/planner.md.
+_LAUNCH_MS, _BYTES_PER_MS = 4e-3, 2e9
+
+
+def table_gpu_timings() -> Rows:
+    """Times of selections and steps on a GPU, and what the planner computes for them."""
+    moved = {row["program"]: row["moved_bytes"][0] for row in _compiled("programs.json")}
+    rows = []
+    for row in read("gpu_timings.json")["rows"]:
+        part, name = row["part"], row["contestant"]
+        key = f"select.{name}" if part == "selection" else name
+        if part in ("selection", "step, P = 1") and (key in moved or name == "lax.top_k"):
+            low, high = row["quartiles_ms"]
+            line = [f"`{name if key not in moved else key}`", str(row["launches"])]
+            line.append(around(low, row["median_ms"], high, 2))
+            computed = ""
+            if key in moved:
+                ms = row["launches"] * _LAUNCH_MS + moved[key] / _BYTES_PER_MS
+                computed = f"{ms:.2f}"
+            rows.append([*line, computed])
+    return rows
+
+
+def table_gpu_train_step() -> Rows:
+    """A training step of a GPT on a GPU."""
+    rows = read("gpu_train_step.json")["rows"]
+    alone = rows[0]["median_ms"]
+    return [
+        [
+            LABELS["gpu_train_step"][row["contestant"]],
+            f"{row['median_ms']:.1f}",
+            around(row["ratio_quartiles"][0], row["ratio"], row["ratio_quartiles"][1], 2),
+            f"{row['median_ms'] - alone:.1f}" if row is not rows[0] else "",
+            f"{row['state_bytes_per_parameter']:.0f}",
+        ]
+        for row in rows
+    ]
