@@ -24,8 +24,10 @@ NEWEST := .venv-newest
 # optimisations of machine code and the emitters of fused loops, which take two thirds of it. What
 # trains for long has them. XLA aborts at a flag it does not know, so each is tried first.
 FAST_FLAGS := --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false
+# XLA ends the process if a device waits 40 seconds for the others, as on a busy machine.
+PATIENT := --xla_cpu_collective_call_terminate_timeout_seconds=600
 fast_compile = XLA_FLAGS="$$XLA_FLAGS $$($(1)/bin/python tools/xla_flags.py $(1)/.xla-flags \
-    $(FAST_FLAGS))"
+    $(FAST_FLAGS) $(PATIENT))"
 CACHE := JAX_COMPILATION_CACHE_DIR=.cache/jax JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.1
 # What depends on the surface of jax: types under shard_map, pmap, tracing, serialization, callbacks,
 # barriers, what is sharded by the compiler.

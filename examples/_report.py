@@ -15,6 +15,9 @@ from rich.table import Table
 
 Style = dict[str, Any]
 
+# The gap to dense that docs/learning.md begins with is after this many steps.
+SHORT = 2000
+
 
 class HeldOut(NamedTuple):
     """Measurements on images that no step has seen.
@@ -134,6 +137,12 @@ def remarks(numbers: dict[str, Any]) -> list[str]:
         "+- is the standard error over the held-out images. Another --seed moves the results, too: "
         "compare several."
     )
+    above = any(row["loss_above"] > 2 * row["loss_error"] for _, row in others)
+    if above and numbers["steps"] < SHORT:
+        lines.append(
+            f"{numbers['steps']} steps are a short run: an entry waits for many of them until it "
+            "is sent, so the gap to dense shrinks in longer runs (docs/learning.md)."
+        )
     return lines
 
 

@@ -28,8 +28,13 @@ from _options import parser_of, positive
 from _processes import add_processes, start
 
 METHODS = {
-    "ok_topk": lambda density: optax_ext.ok_topk(density, axis="data"),
-    "dense": lambda density: optax_ext.dense(axis="data"),
+    "sparse_adamw": lambda rate, density: optax_ext.sparse_adamw(
+        rate, density=density, axis="data"
+    ),
+    "ok_topk": lambda rate, density: optax.chain(
+        optax_ext.ok_topk(density, axis="data"), optax.adamw(rate)
+    ),
+    "dense": lambda rate, density: optax.chain(optax_ext.dense(axis="data"), optax.adamw(rate)),
 }
 
 
@@ -135,7 +140,7 @@ def train(options: argparse.Namespace) -> None:
     # From the same seed in every process; make_train_step checks that they are the same.
     params = model.init(jax.random.key(options.seed), data.train_images[:1])["params"]
     params = jax.device_get(params)
-    tx = optax.chain(METHODS[options.method](options.density), optax.sgd(options.lr, momentum=0.9))
+    tx = METHODS[options.method](options.lr, options.density)
     step = optax_ext.make_train_step(loss_fn, tx, mesh)
     say(f"{jax.process_count()} processes, {mesh.size} workers, {options.method}")
 
@@ -181,11 +186,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = parser_of("Train over several processes.")
     add = parser.add_argument
     add_processes(parser)
-    add("--method", choices=METHODS, default="ok_topk", help="reduction of gradients (ok_topk)")
-    add("--density", type=float, default=0.02, help="selected components over all, k/n (0.02)")
+    add("--method", choices=METHODS, default="sparse_adamw", help="(sparse_adamw)")
+    add("--density", type=float, default=0.05, help="selected components over all, k/n (0.05)")
     add("--steps", type=positive, default=300, help="the last step (300)")
     add("--batch", type=positive, default=96, help="images of all workers together (96)")
-    add("--lr", type=float, default=0.05, help="learning rate (0.05)")
+    add("--lr", type=float, default=0.003, help="learning rate (0.003)")
     add("--seed", type=int, default=0, help="of the parameters and of the order of images (0)")
     add("--data", type=Path, metavar="DIR", help="folder of IDX files instead of digits")
     add("--report", type=positive, default=50, help="steps between two lines (50)")

@@ -41,8 +41,11 @@ _MEASURE_HELP = """\
 Times collectives on the devices of this machine and fits latency and bandwidth to
 them. On a CPU, --devices N splits it into N devices, which measures its memory."""
 
-# The defaults: the density of `optax_ext.sparse_adamw`, and the latency of messages over Ethernet.
-_DENSITY, _LATENCY = "0.05", "100us"
+# The defaults: the density of `optax_ext.sparse_adamw`, the latency of messages over Ethernet, and
+# a step that only exchanges.
+_DENSITY, _LATENCY, _COMPUTE = "0.05", "100us", "0s"
+
+_SELECT_COST = "--select-cost cpu"
 
 # The speedups of the three runs in docs/data/network_4*.json, whose workers share cores.
 _MEASURED_SHARING = (
@@ -82,7 +85,7 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--latency", metavar="T", help=f"latency of a message: 5us (default {_LATENCY})")
     add("--bandwidth", metavar="B", help="bandwidth of a worker while all send: 25Gbit, 3GB/s")
     add("--measured", metavar="FILE", help="take both from the file of 'measure --json FILE'")
-    add("--compute", default="0s", metavar="T", help="forward and backward pass: 300ms")
+    add("--compute", metavar="T", help=f"forward and backward pass: 300ms (default {_COMPUTE})")
     add("--inner", default="1", metavar="G", help="workers in a node; adds two-level schemes")
     add("--shard", default="1", metavar="M", help="devices of a worker that shard its parameters")
     add("--links", default="1", metavar="L", help="links of a worker, shared by its devices")
@@ -166,6 +169,11 @@ def _plan(args: argparse.Namespace) -> None:
     if args.latency is None and args.measured is None and args.bandwidth is not None:
         args.latency = _LATENCY
         assumed.append(f"--latency {_LATENCY}")
+    if args.compute is None:
+        args.compute = _COMPUTE
+        assumed.append(f"--compute {_COMPUTE}")
+    if args.select_cost is None:
+        assumed.append(_SELECT_COST)
     density = _arguments.density(args.density)
     selected = min(size, max(1, round(density * size)))
     workers = _arguments.workers("--workers", args.workers)
@@ -241,8 +249,7 @@ def _plan(args: argparse.Namespace) -> None:
         )
     if not local.gpu:
         remarks.append(_MEASURED_SHARING)
-    if assumed:
-        print(f"not given, and assumed: {'; '.join(assumed)}")
+    _print_assumed(assumed)
     print("\n".join([_plan_report.text(plan, optimizers, all_codecs=args.all), *remarks]))
 
 
@@ -257,7 +264,13 @@ def _rounds(args: argparse.Namespace) -> None:
         compute=_units.seconds("--compute", args.compute),
         local=_arguments.local_cost(args.select_cost),
     )
+    _print_assumed([] if args.select_cost is not None else [_SELECT_COST])
     print(rounds.text(found))
+
+
+def _print_assumed(options: Sequence[str]) -> None:
+    if options:
+        print(f"not given, and assumed: {'; '.join(options)}")
 
 
 def _measure(args: argparse.Namespace) -> None:

@@ -17,7 +17,7 @@ from tests.optax_ext.helpers import DOCS, loss_fn, mesh, normal, programs_of, re
 pytestmark = pytest.mark.usefixtures("default_promotion")
 WORKERS = 8
 PAGE = (DOCS / "clients.md").read_text()
-DATA, *_ = programs_of("clients")
+DATA, _, NNX_DROPOUT, *_ = programs_of("clients")
 # The program of each section that shows what changes in it.
 DIFFS = {
     section.partition("\n")[0]: section.partition("```diff\n")[2].partition("```")[0]
@@ -100,6 +100,23 @@ def test_the_same_program_trains_alike_on_a_mesh_and_under_pmap():
     for a, b in zip(*map(jax.tree.leaves, (on_mesh["state"].params, params)), strict=True):
         np.testing.assert_array_equal(b, np.stack([b[0]] * WORKERS))
         np.testing.assert_allclose(a, b[0], rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_of_nnx_in_make_train_step():
+    """It learns, and each worker drops other numbers: a first loss is the mean over eight keys."""
+    names = names_after(NNX_DROPOUT.splitlines())
+    assert accuracy(names) > 0.85
+    sends_little(names)
+    # All workers have the same examples. The residual is 0 in a first step.
+    batch, keys = next(names["batches"](1, size=4)), jax.random.split(jax.random.key(1), WORKERS)
+    _, params = nnx.split(names["Classifier"](nnx.Rngs(1)), nnx.Param)
+    loss = jax.jit(names["loss_fn"])
+    alone = [float(loss(params, batch | {"keys": key[None]})) for key in keys]
+    assert len(set(alone)) == WORKERS
+    together = jax.tree.map(lambda x: np.concatenate([x] * WORKERS), batch) | {"keys": keys}
+    opt_state = optax_ext.init_state(names["tx"], params, names["mesh"])
+    *_, found = names["step"](params, opt_state, together)
+    assert float(found) == pytest.approx(np.mean(alone), rel=1e-5)
 
 
 # The decorator.

@@ -27,6 +27,7 @@ from sparse_collectives.transport import _direct
 from tests.optax_ext.helpers import DOCS, mesh, programs_of
 from tools.tables import _learning, _links
 from tools.tables.__main__ import main as tables
+from tools.tables._data import table_of
 
 pytestmark = pytest.mark.usefixtures("default_promotion")
 
@@ -108,6 +109,16 @@ def test_the_programs_about_training_run(capsys):
     assert [int(s.count) for s in states] == [4, 4]
 
 
+@pytest.mark.slow
+def test_the_program_of_the_planner_times_dense_and_sparse_steps(monkeypatch, tmp_path):
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "4")
+    lines = lines_of("\n".join(programs_of("planner")), tmp_path)
+    assert [line.partition(":")[0] for line in lines] == ["dense", "float16", "sparse_adamw"]
+    quartiles = [[*map(float, re.findall(r"[\d.]*\d", line.partition(":")[2]))] for line in lines]
+    assert all(low <= middle <= high for times in quartiles for low, middle, high in [times[:3]])
+    assert quartiles[0][3:] == [1.0] * 3
+
+
 def lines_of(program, folder):
     """Its output in a Python process of its own, in which warnings are errors."""
     command, given = [sys.executable, "-W", "error", "-c", program], {"env": environment()}
@@ -154,7 +165,7 @@ def test_the_planner_prints_what_is_said_of_it(page, capsys):
 
 # Expressions in tables: the recommendations, and the systems of the papers.
 
-RECOMMENDATIONS = "docs/tables/recommendations.md"
+RECOMMENDATIONS = table_of("choosing.md", "recommendations")
 IN_README = "| you have | begin with |"
 SYSTEMS = ["mstopk", "dgc", "gaussian_k", "redsync", "sidco", "adtopk"]
 SYSTEMS += ["adtopk_interleaved", "adtopk_threshold"]
@@ -167,14 +178,13 @@ def recommended(table):
 
 def test_the_readme_recommends_nothing_else():
     table = text_of("README.md").partition(IN_README)[2].split("\n\n")[0]
-    assert set() < recommended(table) < recommended(text_of(RECOMMENDATIONS))
-    included = [page.name for page in DOCS.glob("*.md") if "tables/recommend" in page.read_text()]
-    assert {"choosing.md", "training.md"} <= {*included}
+    assert set() < recommended(table) < recommended(RECOMMENDATIONS)
+    assert table_of("training.md", "recommendations") == RECOMMENDATIONS
 
 
 def expressions():
     """The expressions of whole optimizers and chains, and of the systems' selectors."""
-    found = recommended(text_of(RECOMMENDATIONS))
+    found = recommended(RECOMMENDATIONS)
     pattern = r"^\| [^|]+ \| `(optax_ext\.topk_a\(.*sc\.select\.published\.(\w+)\(.*)` \|$"
     systems = re.findall(pattern, text_of("docs/selectors.md"), re.MULTILINE)
     assert [name for _, name in systems] == SYSTEMS
@@ -246,7 +256,7 @@ def test_words_that_pages_name(algorithm, size, selected, workers, bound, expect
 
 
 def test_tables_are_those_of_their_data(capsys):
-    """`python -m tools.tables` writes them."""
+    """`python -m tools.tables` writes them, and has a function for each one in a page."""
     assert tables(["--check"]) == 0, capsys.readouterr().out
 
 
@@ -268,14 +278,6 @@ def test_the_numbers_of_the_readme_are_those_of_the_data():
     worst = max(map(max, above))
     assert f"{min(means):.1f} to {max(means):.1f} % above AdamW" in text
     assert f"three seeds; {worst:.1f} % at worst" in text
-
-
-def test_every_table_is_in_a_page():
-    """Building the manual checks that the tables of a page exist."""
-    pages = list(DOCS.rglob("*.md"))
-    included = {name for page in pages for name in re.findall(r'--8<-- "(.*?)"', page.read_text())}
-    there = {path.relative_to(DOCS).as_posix() for path in (DOCS / "tables").rglob("*.md")}
-    assert there == included
 
 
 def test_the_steps_to_the_same_loss_are_those_of_the_stored_runs():

@@ -110,7 +110,7 @@ def test_nothing_that_waits_is_lost_with_other_workers(capsys, tmp_path):
 @pytest.mark.slow
 def test_the_program_for_several_processes_runs_in_one(capsys):
     out = printed(capsys, train_multihost.main, "--steps 10 --report 1")
-    assert "1 processes, 8 workers, ok_topk" in out
+    assert "1 processes, 8 workers, sparse_adamw" in out
     losses = numbers(r"loss ([\d.]+)", out)
     assert losses[-1] < 0.7 * losses[0]
 
@@ -191,6 +191,16 @@ def test_differences_are_of_the_same_images():
     assert row["loss_error"] < 0.002
     same = {"dense": RUNS["dense"], "other": RUNS["dense"]}
     assert "within the noise" in _report.remarks(_report.summary(same, options()))[0]
+
+
+def test_a_gap_to_dense_in_a_short_run_is_explained():
+    def explained(runs, steps):
+        given = _report.summary(runs, options("--steps", str(steps)))
+        return f"{steps} steps are a short run" in "".join(_report.remarks(given))
+
+    assert explained(RUNS, 400)
+    assert not explained(RUNS, 2000)
+    assert not explained({"dense": RUNS["dense"], "other": RUNS["dense"]}, 400)
 
 
 def test_the_figure_goes_to_the_temporary_folder_and_is_named(tmp_path, monkeypatch, capsys):

@@ -9,11 +9,19 @@ import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from benchmarks._common.contestants import selectors
 from benchmarks._common.processes import ROOT
-from benchmarks.gpu import _contestants, _described, programs, timings
+from benchmarks.gpu import (
+    _contestants,
+    _described,
+    programs,
+    same_results,
+    timings,
+    train_step,
+)
 from sparse_collectives import cost_model
 from sparse_collectives.planner import _optimizers
 from tests.programs import refused
@@ -153,3 +161,38 @@ def test_without_a_gpu_it_refuses(tmp_path, capsys):
     message = refused(timings.main, ["--json", str(path)], capsys)
     assert "jax has no GPU here, only cpu" in message
     assert not path.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("default_promotion")
+def test_training_steps_take_turns(tmp_path):
+    path = tmp_path / "step.json"
+    small = ["--batch", "2", "--width", "64", "--blocks", "1", "--context", "8"]
+    train_step.main([*small, "--rounds", "2", "--calls", "2", "--json", str(path)])
+    rows = {row["contestant"]: row for row in json.loads(path.read_text())["rows"]}
+    assert list(rows) == [train_step.BASE, *train_step.NAMES]
+    assert rows[train_step.BASE]["ratio"] == 1
+    # Adam's moments; the residual of an exchange before AdamW, of 4 bytes.
+    held = [round(row["state_bytes_per_parameter"]) for row in rows.values()]
+    assert held == [8, 8, 8, 12, 12]
+
+
+@pytest.mark.slow
+def test_two_devices_are_compared_and_nothing_is_lost(tmp_path):
+    path = tmp_path / "same.json"
+    argv = ["--size", "16384", "--workers", "2", "--rounds", "2", "--json", str(path)]
+    assert same_results.main([*argv, "--only", "topk_a", "sparse_sgd"]) == 0
+    sparse, whole = json.loads(path.read_text())["rows"]
+    # Here both devices are the CPU.
+    assert sparse["entries"] == sparse["difference"] == whole["difference"] == 0
+    assert 0 <= sparse["lost"] < same_results.ROUNDING
+    assert "lost" not in whole
+
+
+def test_a_lost_gradient_is_noticed(monkeypatch):
+    monkeypatch.setattr(same_results, "run", lambda made, density, data, device: given)
+    data = np.ones((1, 2, 4), np.float32)
+    given = np.array([[1.0, 1, 0, 0]]), np.array([0.0, 0, 2, 2])
+    assert same_results.row("agreed", None, 0.5, data)["lost"] == 0
+    given = np.array([[1.0, 1, 0, 0]]), np.array([0.0, 0, 2, 1])
+    assert same_results.row("agreed", None, 0.5, data)["lost"] == 0.5

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -13,7 +14,8 @@ import sparse_collectives as sc
 from benchmarks._common import options
 from benchmarks.learning import _clock, _contestants, _tasks, step_times, steps, time
 from benchmarks.learning._contestants import AXIS, DENSE, NOTHING, contestants
-from benchmarks.training._simulated_training import Curve
+from benchmarks.training._grid_training import train_grid
+from benchmarks.training._simulated_training import Curve, train
 from benchmarks.training._small_tasks import word_task
 from tests.optax_ext.helpers import slow
 from tests.programs import refused
@@ -314,3 +316,45 @@ def test_what_exchanges_nothing_computes_all_of_the_gradient():
     update = sc.simulate(step, axis=AXIS, axis_size=3)(jnp.arange(3.0))
     assert jax.tree.map(jnp.shape, update) == {"a": (3, 2, 3), "b": (3, 4)}
     assert all((np.asarray(leaf) == np.asarray(leaf)[0]).all() for leaf in jax.tree.leaves(update))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [DENSE, "sparse_adamw"])
+def test_a_grid_has_the_losses_of_single_trainings(text, name):
+    """Sums are in another order, so another entry may be the last one above a threshold."""
+    tolerance = 1e-5 if name == DENSE else 3e-3
+    task, make = _tasks.make("text", 8, Path(text[1]), None), contestants("text")[name]
+    given = {"workers": 2, "steps": 6, "every": 3, "batch": 4, "label": name}
+    found = train_grid(task, make, rates=[0.01, 0.05], seeds=[0, 2], **given)
+    assert list(found) == [(0.01, 0), (0.01, 2), (0.05, 0), (0.05, 2)]
+    for (rate, seed), curve in found.items():
+        alone = train(task, make(rate, 6), seeds=[seed], **given)[0]
+        assert curve.steps == alone.steps
+        np.testing.assert_allclose(curve.values, alone.values, rtol=tolerance)
+        np.testing.assert_allclose(curve.losses, alone.losses, rtol=tolerance)
+        assert curve.words == alone.words
+    assert len({curve.values[-1] for curve in found.values()}) == 4
+
+
+def test_a_grid_is_stored_by_rate_and_seed(tmp_path, text, monkeypatch):
+    """All pairs of a contestant are trained together, and only if one of them is missing."""
+    calls = []
+
+    def grid(task, make, *, rates, seeds, label, steps, **_):
+        calls.append(label)
+        value = {(rate, seed): 1 + rate + seed for rate in rates for seed in seeds}
+        return {key: Curve([0, steps], [4.0, x], [x], 100.0, 0.1) for key, x in value.items()}
+
+    monkeypatch.setattr(steps, "train_grid", grid)
+    argv = [*SMALL, *text, "--together", "--rates", "0.1", "0.2", "--seeds", "2"]
+    argv += ["--runs", str(tmp_path / "runs"), "--only", DENSE, "sparse_adamw"]
+    steps.main(argv)
+    steps.main(argv)
+    assert calls == [DENSE, "sparse_adamw"]
+    runs = [json.loads(line) for line in (tmp_path / "runs").read_text().splitlines()]
+    assert [(run["rate"], run["seed"], run["value"]) for run in runs[:4]] == [
+        (0.1, 0, 1.1),
+        (0.1, 1, 2.1),
+        (0.2, 0, 1.2),
+        (0.2, 1, 2.2),
+    ]

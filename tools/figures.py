@@ -240,8 +240,19 @@ def loss_against_late_time(figure: Figure) -> None:
 
 
 def loss_against_bytes(figure: Figure) -> None:
-    """The losses of the table, each with its name."""
-    axes, found = figure.subplots(), losses_by_bytes()
+    """The losses of the tables, each with its name, of a wide and a narrow model."""
+    wide, narrow = figure.subplots(2, height_ratios=(1, 1.25))
+    _panel_of_bytes(wide, 128, (0.9, 30_000), (1.52, 1.8))
+    _panel_of_bytes(narrow, 32, (0.12, 4000), (1.72, 2.08))
+    narrow.set_xlabel("MB that a worker receives in 4,000 steps")
+    said = "full: sparse_adamw at every step, by density\nopen: sparse_adamw(every=...), by density"
+    narrow.text(8, 2.03, said, color=OURS, fontsize=SMALL, va="top", linespacing=1.5)
+
+
+def _panel_of_bytes(
+    axes: Axes, width: int, xlim: tuple[float, float], ylim: tuple[float, float]
+) -> None:
+    found = losses_by_bytes(width)
     axes.axhline(statistics.mean(found[0].losses), color=DENSE, linewidth=1, linestyle=":")
     points, curve = [], []
     for one in found:
@@ -255,11 +266,10 @@ def loss_against_bytes(figure: Figure) -> None:
             curve.append((x, y))
     axes.plot(*zip(*sorted(curve), strict=True), color=OURS, linewidth=1.3, zorder=0)
     axes.set_xscale("log")
-    axes.set(xlim=(0.12, 4000), ylim=(1.72, 2.08), ylabel=LOSS)
-    axes.set_xlabel("MB that a worker receives in 4,000 steps")
+    axes.set(xlim=xlim, ylim=ylim, ylabel=LOSS)
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    said = "full: sparse_adamw at every step, by density\nopen: sparse_adamw(every=...), by density"
-    axes.text(8, 2.03, said, color=OURS, fontsize=SMALL, va="top", linespacing=1.5)
+    title = f"width {width}, n = {found[0].size:,}"
+    axes.text(0.99, 0.98, title, transform=axes.transAxes, fontsize=TEXT, ha="right", va="top")
     name_points(axes, points)
 
 
@@ -378,7 +388,7 @@ def balance(figure: Figure) -> None:
 DRAWN = {
     "learning_time_minutes.png": (loss_against_time, 3.9),
     "learning_late.png": (loss_against_late_time, 3.9),
-    "learning_bytes.png": (loss_against_bytes, 4.6),
+    "learning_bytes.png": (loss_against_bytes, 7.6),
     "chaos.png": (loss_with_deaths, 3.9),
     "network.png": (parts_of_steps, 3.2),
     "scaling.png": (predicted_steps, 3.7),

@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
         options.say(name)
         rows.append(row(name, STEPS[name], args.density, data))
         reports.write(args.json, content | {"rows": rows})
-    title = f"{content['device']} and CPU, after {args.rounds} steps, n = {args.size:,}, P = {args.workers}"
+    title = "{device} and CPU, after {steps} steps, n = {size:,}, P = {workers}".format(**content)
     show_rows(title, rows)
     return int(any(x.get("lost", 0) > ROUNDING for x in rows))
 

@@ -94,7 +94,7 @@ def _normed(layer: Any, x: jax.Array) -> jax.Array:
 
 
 class Contestant:
-    """A compiled training step, which goes on from its last state."""
+    """A training step, which goes on from its last state once it is compiled."""
 
     def __init__(self, name: str, loss_fn: Callable[..., Any], params: Any, batch: Batch):
         mesh = Mesh(np.array(jax.devices()[:1]), (AXIS,), axis_types=(AxisType.Auto,))
@@ -111,9 +111,12 @@ class Contestant:
             step = optax_ext.make_train_step(loss_fn, tx, mesh)
         entries = sum(leaf.size for leaf in jax.tree.leaves(params))
         self.state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) / entries
-        memory = step.lower(params, state, batch).compile().memory_analysis()
-        self.temporary_bytes = memory.temp_size_in_bytes
-        self._step, self._held = step, (params, state)
+        self._lowered, self._held = step.lower(params, state, batch), (params, state)
+
+    def compile(self) -> None:
+        """Compiles the step; several threads may do so for several steps."""
+        self._step = self._lowered.compile()
+        self.temporary_bytes = self._step.memory_analysis().temp_size_in_bytes
 
     def __call__(self, batch: Batch) -> jax.Array:
         """Takes a step, and returns its loss before it is ready."""
@@ -171,10 +174,10 @@ def main(argv: list[str] | None = None) -> None:
     make = functools.partial(
         Contestant, loss_fn=functools.partial(loss, heads), params=params, batch=batches[0]
     )
+    made = {name: make(name) for name in (BASE, *NAMES)}
     # XLA compiles several programs at the same time.
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        names = [BASE, *NAMES]
-        made = dict(zip(names, pool.map(make, names), strict=True))
+        list(pool.map(Contestant.compile, made.values()))
     rows = measure(made, batches, args.rounds, args.calls)
     entries = sum(leaf.size for leaf in jax.tree.leaves(params))
     device = jax.devices()[0].device_kind

@@ -61,6 +61,11 @@ class Returned:
         return self._places
 
 
+def is_traced(tree: Any) -> bool:
+    """Whether any leaf belongs to a program that is being traced."""
+    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree))
+
+
 def is_deleted(leaf: Any) -> bool:
     """Whether a step has taken over an array."""
     return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted()

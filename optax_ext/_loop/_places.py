@@ -180,6 +180,9 @@ def _place(x: Any, sharding: NamedSharding) -> Any:
     here = getattr(x, "sharding", None)
     if here == sharding:
         return x
+    if isinstance(x, jax.ShapeDtypeStruct):
+        # To lower a step, no arrays are needed.
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     if isinstance(x, jax.Array) and not sharding.is_fully_addressable and is_local(x):
         # An array committed to a device of this process would not be spread over others.
         x = np.asarray(x)

@@ -46,6 +46,17 @@ def check_not_donated(**trees: Any) -> None:
             )
 
 
+def check_not_traced(arguments: Any, in_rounds: bool) -> None:
+    """Checks that a step that donates its arguments is not called inside another program."""
+    if _arrays.is_traced(arguments):
+        name, without = ("round", " without exchange_mesh") if in_rounds else ("step", "")
+        raise TypeError(
+            f"the {name} was called inside jax.jit or another transformation of JAX, and it is "
+            "compiled already: call it without jax.jit, or for a loop inside jax.jit or "
+            f"jax.lax.scan make it with optax_ext.make_train_{name}(..., donate=False){without}."
+        )
+
+
 def check_begins(opt_state: Any) -> None:
     """Checks that a round can begin from this state."""
     for state in _find.get_states(opt_state):

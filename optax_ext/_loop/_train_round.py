@@ -126,6 +126,8 @@ class _Beside:
 
     def __call__(self, params: Any, opt_state: Any, batches: Any, *, places: Any) -> Any:
         del places
+        if _arrays.is_traced((params, opt_state, batches)):
+            self.trace()
         waiting, skeleton = _elsewhere.split(params, opt_state)
         there = _elsewhere.moved(waiting, self._exchange_mesh)
         # The local steps overwrite the arrays that these are copied from.

@@ -50,9 +50,10 @@ def make_train_step(
       check_vma: as in ``jax.shard_map``. It proves at trace time that the new
         parameters are the same on every worker.
       donate: whether params and opt_state are donated: updated in place, and not
-        to be used again by the caller. An array that is given twice is copied first: tied weights
-        that are two leaves become two weights, as with any optimizer of optax. (To keep weights
-        tied, have them once in the parameters, and use them twice in the loss.)
+        to be used again by the caller. A step inside ``jax.jit`` or ``jax.lax.scan`` needs False.
+        An array that is given twice is copied first: tied weights that are two leaves become two
+        weights, as with any optimizer of optax. (To keep weights tied, have them once in the
+        parameters, and use them twice in the loss.)
       steps_in_flight: how many steps may be pending when a call returns; a call waits for older
         ones. None: 2 on CPU, and as many as JAX allows elsewhere. On CPU, XLA ends the process
         if the devices of a collective do not all reach it within 40 seconds, which happens when
@@ -193,7 +194,8 @@ class TrainStep:
         """``(params, opt_state, loss)``, and with ``has_aux`` the auxiliary values.
 
         Raises:
-          TypeError: a batch of several arguments instead of one pytree.
+          TypeError: a batch of several arguments instead of one pytree; a call inside ``jax.jit``
+            or another transformation, of a step that donates.
         """
         if more:
             names = ", ".join("xyzuvw"[: len(more) + 1])
@@ -205,6 +207,8 @@ class TrainStep:
         known = self._returned.places_of(params, opt_state, batch)
         if known is None:
             _step_checks.check_not_donated(params=params, opt_state=opt_state, batch=batch)
+            if self._donates:
+                _step_checks.check_not_traced((params, opt_state, batch), self._in_rounds)
         _step_checks.check_global(batch, self._mesh, opt_state, self._in_rounds)
         if self._in_rounds and known is None:
             _step_checks.check_begins(opt_state)

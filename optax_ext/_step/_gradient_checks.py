@@ -29,14 +29,14 @@ def check_local_gradients(updates: Any, axis: AxisName) -> None:
                 f"updates{jax.tree_util.keystr(path)} is the same on every worker of axis "
                 f"{axis!r}: the gradients are already summed or averaged over it, so there is "
                 "nothing left to compress. One of these is the cause:\n"
-                "  - jax.lax.pmean or psum of the gradients: take it out, the transformation "
-                "averages them;\n"
-                "  - another allreduce of optax_ext earlier in the chain: keep one of the two;\n"
                 "  - in a mapped function of your own, gradients with respect to parameters that "
                 "all workers share, which jax.grad sums under shard_map(check_vma=True): "
-                "differentiate at optax_ext.ahead(params, opt_state), or at\n"
+                "differentiate at optax_ext.ahead(params, opt_state), as optax_ext.make_train_step "
+                "does, or at\n"
                 f"    jax.lax.pcast(params, {axis!r}, to='varying')\n"
-                "optax_ext.make_train_step does that."
+                "  - jax.lax.pmean or psum of the gradients: take it out, the transformation "
+                "averages them;\n"
+                "  - another allreduce of optax_ext earlier in the chain: keep one of the two."
             )
 
 

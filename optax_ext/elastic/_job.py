@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import logging
 import os
 import socket
 import sys
@@ -17,12 +16,13 @@ import jax
 from optax_ext.elastic import _jax_internals, _meeting
 from optax_ext.elastic._jax_internals import Device
 from optax_ext.elastic._meeting import Plan, Report
-
-log = logging.getLogger("optax_ext.elastic")
+from optax_ext.elastic._waiting import log, waiting
 
 # EX_TEMPFAIL of sysexits.h: the failed work may succeed when it is started again.
 EXIT_STATUS = 75
-_REPORT, _PLAN, _WAITING, _OVER = (f"optax_ext/{x}/" for x in ("report", "plan", "waiting", "over"))
+_REPORT, _PLAN, _WAITING, _HERE, _OVER = (
+    f"optax_ext/{x}/" for x in ("report", "plan", "waiting", "here", "over")
+)
 _NUMBER, _PROCESSES = "optax_ext/number", "optax_ext/processes"
 
 
@@ -92,18 +92,25 @@ def connect(
             "optax_ext.elastic.connect comes too late: jax has looked for devices already. Call it "
             "before anything that computes, before jax.devices and before jax.random.key."
         )
-    _check_listens(address, connect_seconds)
+    _check_listens(address, num_processes, connect_seconds)
     flag = f"--xla_cpu_collective_timeout_seconds={collective_seconds}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
     jax.config.update("jax_num_cpu_devices", devices)
-    client = _jax_internals.connect(
-        address,
-        process_id,
-        num_processes,
-        heartbeat_seconds=heartbeat_seconds,
-        timeout_seconds=connect_seconds,
-        on_lost=_lost,
+    # Nobody knows who is missing before all have connected.
+    others = (
+        f"all workers to connect to {address}: this is process_id={process_id} of num_processes="
+        f"{num_processes}. Start the others, and give the same number (1 to train alone) as "
+        "num_processes= to each and as --processes to the coordinator"
     )
+    with waiting(lambda: others, connect_seconds):
+        client = _jax_internals.connect(
+            address,
+            process_id,
+            num_processes,
+            heartbeat_seconds=heartbeat_seconds,
+            timeout_seconds=connect_seconds,
+            on_lost=_lost,
+        )
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         client.key_value_set(_PROCESSES, str(num_processes))
     expected = int(client.blocking_key_value_get(_PROCESSES, 1000 * connect_seconds))
@@ -112,26 +119,31 @@ def connect(
             f"num_processes is {num_processes}, but the job at {address} has {expected}: give all "
             "processes, and the coordinator, the same number."
         )
+    # Here and not in the first computation of the program, which would wait without a line.
+    with waiting(lambda: "the devices of a worker that had connected: start it again"):
+        jax.devices()
     return Job(client, process_id, num_processes, stuck_seconds)
 
 
-def _check_listens(address: str, seconds: float) -> None:
+def _check_listens(address: str, processes: int, seconds: float) -> None:
     """Raises a ConnectionError in cases in which jax would end the process with a stack of C++."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit():
         raise ValueError(f"address must be 'host:port', got {address!r}.")
+    command = f"python -m optax_ext.elastic --address {address} --processes {processes}"
     deadline = time.monotonic() + seconds
-    while True:
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
-            return
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise ConnectionError(
-                    f"no coordinator answers at address={address!r} ({error}). Start it there "
-                    "first: python -m optax_ext.elastic --address HOST:PORT --processes N."
-                ) from None
-        time.sleep(0.2)
+    with waiting(lambda: f"the coordinator at {address}; start it there with {command}", seconds):
+        while True:
+            try:
+                socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+                return
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise ConnectionError(
+                        f"no coordinator answers at address={address!r} ({error}). Start it there "
+                        f"first: {command}."
+                    ) from None
+            time.sleep(0.2)
 
 
 def _lost(status: Any) -> None:
@@ -190,9 +202,21 @@ class Job:
         """Waits for all living processes; all get the same set."""
         # The processes that it waits for are alive, or will be found dead soon.
         self.rests()
-        living = self._client.get_live_nodes(list(range(self.num_processes)))
+        mine = f"{_HERE}{self.process_id}"
+        self._set(mine, "")
+        with waiting(self._others):
+            living = self._client.get_live_nodes(list(range(self.num_processes)))
+        self._client.key_value_delete(mine)
         self.is_alive()
         return {*living}
+
+    def _others(self) -> str:
+        """Whom :meth:`present` waits for."""
+        here = sorted(int(x.rpartition("/")[2]) for x, _ in self._client.key_value_dir_get(_HERE))
+        return (
+            f"workers: {len(here)} of {self.num_processes} are here, {here}; each of the others "
+            "has to come, or to miss its heartbeats"
+        )
 
     def announce(self) -> None:
         """Announces that this process would like to take part."""

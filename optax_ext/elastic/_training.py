@@ -21,6 +21,7 @@ from optax_ext.elastic._job import Job, log
 from optax_ext.elastic._look import look
 from optax_ext.elastic._meeting import Plan, Report
 from optax_ext.elastic._programs import Group, Programs
+from optax_ext.elastic._waiting import Waiting
 
 
 class Turn(NamedTuple):
@@ -144,6 +145,7 @@ class Training:
         self._goodbyes: set[int] = set()
         self._leaves = self._gone = self._exchanged = False
         self._failures = 0
+        self._waits: Waiting | None = None
         for number in leave_on:
             signal.signal(number, lambda *_: self.leave())
         job.announce()
@@ -313,7 +315,9 @@ class Training:
         if me not in plan.members:
             return
         if len(plan.members) < self._min_workers:
-            log.warning("%d of %d workers are here", len(plan.members), self._min_workers)
+            self._waits = self._waits or Waiting(self._give_up)
+            here, least = [*plan.members], self._min_workers
+            self._waits.say(lambda: f"more workers: {here} are here, and min_workers is {least}")
             time.sleep(1.0)
             self._job.announce()
             return
@@ -344,7 +348,7 @@ class Training:
             self._lost.append(lost)
         if gone or not previous or previous.members != plan.members:
             self._failures = 0
-        self._now, self._before, self._group = held_now, None, group
+        self._now, self._before, self._group, self._waits = held_now, None, group, None
         log.warning("step %d, workers %s", plan.step, plan.members)
 
 

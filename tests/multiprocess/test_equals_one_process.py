@@ -116,7 +116,7 @@ def test_a_training_goes_on_with_the_same_and_with_other_processes(tmp_path):
     example, saved = "train_multihost.py", tmp_path / "saved"
     options = ["--report", "10", "--checkpoints", str(saved), "--save-every", "10"]
     whole = run(example, 2, "--steps", "30", "--report", "10")
-    assert "2 processes, 2 workers, ok_topk" in run(example, 2, "--steps", "20", *options)
+    assert "2 processes, 2 workers, sparse_adamw" in run(example, 2, "--steps", "20", *options)
     assert sorted(path.name for path in saved.iterdir()) == ["step_10", "step_20"]
     second = run(example, 2, "--steps", "30", "--resume", *options)
     assert "resumed after step 20" in second
@@ -125,7 +125,7 @@ def test_a_training_goes_on_with_the_same_and_with_other_processes(tmp_path):
     assert last.findall(second) == last.findall(whole)
 
     third = run(example, 3, "--steps", "120", "--resume", "--devices", "2", *options[:4])
-    assert "3 processes, 6 workers, ok_topk" in third
+    assert "3 processes, 6 workers, sparse_adamw" in third
     assert "resumed after step 30" in third
     assert float(re.search(r"test accuracy ([\d.]+)%", third)[1]) > 90
 

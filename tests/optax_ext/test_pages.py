@@ -19,8 +19,8 @@ pytestmark = pytest.mark.usefixtures("default_promotion")
 WORKERS, STEPS = 8, 4
 # Modules for programs that continue earlier programs of their page.
 MODULES = {"jax": jax, "optax": optax, "optax_ext": optax_ext}
-# The data of the diffs (test_clients.py), dropout, a TrainState on a mesh, BatchNorm by hand.
-_, DROPOUT, ON_MESH, BATCH_NORM = programs_of("clients")
+# Two are run by test_clients.py. Here: dropout, a TrainState on a mesh, BatchNorm by hand.
+_, DROPOUT, _, ON_MESH, BATCH_NORM = programs_of("clients")
 RECIPES = [BATCH_NORM, *programs_of("works_with")]
 
 

@@ -180,14 +180,13 @@ def test_what_a_round_cannot_do_is_an_error_that_says_so():
     refused("decay=0.9", call, sgd(residual=optax_ext.residual(decay=0.9, step_ahead=math.inf)))
     refused("accumulates gradients", call, optax_ext.multi_steps(sgd(), 2))
     beside = optax_ext.make_train_round(loss_fn, sgd(), on, exchange_mesh=other_devices())
-    refused(
-        "three programs",
-        beside.trace,
-        PARAMS,
-        optax_ext.init_state(sgd(), PARAMS, on),
-        batches,
-        error=TypeError,
+    state = optax_ext.init_state(sgd(), PARAMS, on)
+    refused("three programs", beside.trace, PARAMS, state, batches, error=TypeError)
+    refused("without exchange_mesh", jax.jit(beside), PARAMS, state, batches, error=TypeError)
+    kept = optax_ext.make_train_round(
+        loss_fn, sgd(), on, exchange_mesh=other_devices(), donate=False
     )
+    refused("three programs", jax.jit(kept), PARAMS, state, batches, error=TypeError)
     refused("both have device", call, sgd(), exchange_mesh=on)
     refused("has the axes", call, sgd(), exchange_mesh=other_devices(2))
     refused("must be a function", optax_ext.make_train_round, 3, sgd(), on, error=TypeError)

@@ -202,6 +202,33 @@ def test_a_train_step_inside_another_program():
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
 
 
+def test_a_step_that_donates_is_not_for_another_program():
+    tx, (batch,) = optax_ext.topk_a(0.5, axis="data"), batches(1)
+    step, given = optax_ext.make_train_step(loss_fn, tx, mesh(WORKERS)), (PARAMS, state_of(tx))
+    message = r"is compiled already.*without jax\.jit.*make_train_step\(\.\.\., donate=False\)"
+
+    def in_a_scan(params, state, batch):
+        stacked = jax.tree.map(lambda x: x[None], batch)
+        return jax.lax.scan(lambda carry, x: (step(*carry, x)[:2], None), (params, state), stacked)
+
+    around = (
+        jax.jit(step),
+        in_a_scan,
+        jax.grad(lambda *given: step(*given)[2], allow_int=True),
+        lambda params, state, batch: jax.jit(lambda x: step(params, state, x))(batch),
+    )
+    for function in around:
+        refused(message, function, *given, batch, error=TypeError)
+
+
+def test_a_step_lowers_for_shapes_as_for_arrays():
+    tx, (batch,) = optax_ext.topk_a(0.5, axis="data"), batches(1)
+    given = PARAMS, state_of(tx), batch
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), given)
+    of_shapes, of_arrays = step_of(tx).lower(*shapes), step_of(tx).lower(*given)
+    assert of_shapes.as_text() == of_arrays.as_text()
+
+
 def test_a_mesh_with_explicit_axes_may_be_set_around_the_step():
     explicit = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
     params = {"w": jnp.ones((4, 3))}

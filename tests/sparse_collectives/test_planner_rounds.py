@@ -78,7 +78,9 @@ def test_the_command_says_what_to_write(capsys):
     found = plan_rounds(
         124_000_000, 4, sc.cost_model.network(0.05, 12.5e6), compute=0.5, local=_planner.CPU
     )
-    assert printed == text(found) + "\n"
+    assert printed == f"not given, and assumed: --select-cost cpu\n{text(found)}\n"
+    assert main(["rounds", *given.split(), "--select-cost", "cpu"]) == 0
+    assert capsys.readouterr().out == text(found) + "\n"
     assert found.recommended.code in printed
     for line in printed.splitlines():
         assert len(line) <= 140

@@ -1,11 +1,12 @@
 """The tables of numbers in the manual, made of the files in docs/data and docs/evidence.
 
     python -m tools.tables           writes them
-    python -m tools.tables --check   says which of them differ, and writes nothing
+    python -m tools.tables --check   says which pages differ, and writes nothing
 
-A table is docs/tables/NAME.md, which pages include. A run of a benchmark with ``--json
-docs/data/NAME.json`` and then the first of these bring one up to date. For a new table write its
-first two lines there, and a function ``table_NAME`` in a module of this package.
+A table stands in a page between the comments ``table: NAME`` and ``end of table``. A run of a
+benchmark with ``--json docs/data/NAME.json`` and then the first of these bring it up to date. For a
+new one write the comments and the first two lines of the table in a page, and a function
+``table_NAME`` in a module of this package.
 
 Every table has the same notation: "a-b" is a range, "x (a-b)" is a median with the quartiles or
 with the least and the most, and the head says which. A range with a negative number is "a to b".

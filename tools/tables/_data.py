@@ -1,8 +1,9 @@
-"""The files in docs/data, numbers as cells have them, and where the tables stand."""
+"""The files in docs/data, numbers as cells have them, and the places of the tables."""
 
 import json
 import re
 import statistics
+import textwrap
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
@@ -12,10 +13,16 @@ from typing import Any
 from benchmarks._common.processes import ROOT
 from benchmarks._common.timing import quartiles
 
-DATA, FOLDER = ROOT / "docs" / "data", ROOT / "docs" / "tables"
+DOCS = ROOT / "docs"
+DATA = DOCS / "data"
 # labels.toml explains these.
 LABELS = tomllib.loads(Path(__file__).with_name("labels.toml").read_text(encoding="utf-8"))
-BY_HAND = {"recommendations"}
+# The page in which each of these is edited. Other pages have copies.
+BY_HAND = {"recommendations": "choosing.md"}
+_BLOCK = re.compile(
+    r"^(?P<indent> *)<!-- table: (?P<name>\w+) -->\n\n(?P<body>.*?)\n\n *<!-- end of table -->$",
+    re.MULTILINE | re.DOTALL,
+)
 _NUMBER = r"(?<![-\d.,])(\d[\d.,]*)"
 
 Rows = list[list[str]]
@@ -121,25 +128,40 @@ def blank_repeats(rows: Rows, columns: int = 1) -> Rows:
 
 
 def written(tables: Mapping[str, Callable[[], Tables]]) -> dict[Path, str]:
-    """The text that each file has to hold, by its path: the head of a table stays as it is there.
+    """The text that each page has to hold: the head of a table stays as it is there.
 
     Raises:
-      ValueError: there is a fragment that nothing makes, or a row of another length than its head.
+      ValueError: a page has a table that nothing makes, no page has one that is made, or a row has
+        another length than its head.
     """
-    found = {path.stem: path for path in FOLDER.glob("*.md") if path.stem not in BY_HAND}
-    if set(found) != set(tables):
-        raise ValueError(f"there or made alone: {set(found) ^ set(tables)}")
-    return {
-        path: with_rows(path.read_text(encoding="utf-8"), tables[name]())
-        for name, path in found.items()
-    }
+    pages = {path: path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))}
+    copied = {name: _bodies(pages[DOCS / page])[name] for name, page in BY_HAND.items()}
+    found = {name for text in pages.values() for name in _bodies(text)}
+    if found != {*tables, *copied}:
+        raise ValueError(f"in a page or made alone: {found ^ {*tables, *copied}}")
+
+    def made(match: re.Match[str]) -> str:
+        indent, name, body = match["indent"], match["name"], textwrap.dedent(match["body"])
+        text = copied[name] if name in copied else with_rows(body, tables[name]())
+        return match[0].replace(match["body"], textwrap.indent(text, indent))
+
+    return {path: _BLOCK.sub(made, text) for path, text in pages.items()}
+
+
+def table_of(page: str, name: str) -> str:
+    """The table of that name in a page."""
+    return _bodies((DOCS / page).read_text(encoding="utf-8"))[name]
+
+
+def _bodies(text: str) -> dict[str, str]:
+    return {match["name"]: textwrap.dedent(match["body"]) for match in _BLOCK.finditer(text)}
 
 
 def with_rows(text: str, made: Tables) -> str:
-    """The tables of a fragment with other rows."""
+    """The tables of a block with other rows."""
     tables = made if isinstance(made, tuple) else (made,)
     heads = [table.splitlines()[:2] for table in text.strip().split("\n\n")]
-    return "\n".join(_table(*each) for each in zip(heads, tables, strict=True))
+    return "\n".join(_table(*each) for each in zip(heads, tables, strict=True)).rstrip()
 
 
 def _table(head: list[str], rows: Rows) -> str:

@@ -145,6 +145,7 @@ class Trained(NamedTuple):
       words: received by a worker in a step.
       losses: of each seed.
       above: the same in percent above the dense loss of that seed.
+      size: of the model.
     """
 
     shown: str
@@ -153,6 +154,7 @@ class Trained(NamedTuple):
     words: float
     losses: list[float]
     above: list[float]
+    size: int
 
 
 def losses_by_bytes(width: int = 32) -> list[Trained]:
@@ -168,8 +170,8 @@ def losses_by_bytes(width: int = 32) -> list[Trained]:
         at = {run["seed"]: run["value"] for run in of_name if run["rate"] == rate}
         dense = dense or at
         above = [100 * (value / dense[seed] - 1) for seed, value in at.items()]
-        edge = rate in (min(first), max(first))
-        found.append(Trained(shown, rate, edge, first[rate]["words"], [*at.values()], above))
+        edge, size = rate in (min(first), max(first)), first[rate]["curve"]["size"]
+        found.append(Trained(shown, rate, edge, first[rate]["words"], [*at.values()], above, size))
     return found
 
 
