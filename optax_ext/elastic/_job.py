@@ -96,7 +96,7 @@ def connect(
     flag = f"--xla_cpu_collective_timeout_seconds={collective_seconds}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
     jax.config.update("jax_num_cpu_devices", devices)
-    # Nobody knows who is missing before all have connected.
+    # Before all have connected, the service has no list of those that are missing.
     others = (
         f"all workers to connect to {address}: this is process_id={process_id} of num_processes="
         f"{num_processes}. Start the others, and give the same number (1 to train alone) as "

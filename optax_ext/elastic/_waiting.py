@@ -17,7 +17,7 @@ FIRST, LONGEST = 5.0, 60.0
 
 
 class Waiting:
-    """Logs what is waited for: not at once, and then after pauses that double up to a minute.
+    """Logs the reason of a wait: not at once, and then after pauses that double up to a minute.
 
     ``seconds`` is how long the process waits at most; None if there is no limit.
     """
@@ -43,7 +43,7 @@ class Waiting:
 
 @contextlib.contextmanager
 def waiting(what: Callable[[], str], seconds: float | None = None) -> Generator[None]:
-    """Logs what is waited for while the block runs, from a thread: a call of jax may block."""
+    """Logs a line now and then while the block runs, from a thread: a call of jax may block."""
     waits, over = Waiting(seconds), threading.Event()
 
     def say() -> None:

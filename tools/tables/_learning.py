@@ -70,11 +70,11 @@ class Timed(NamedTuple):
     runs: list[dict[str, Any]]
 
 
-def losses_by_time(link: str, file: str) -> list[Timed]:
+def losses_by_time(link: str, file: str, workers: int = 4) -> list[Timed]:
     """Two minutes over a link, in the order of the table."""
     contestants = []
     for name, shown in LABELS["loss_after_minutes"].items():
-        found = runs(file, contestant=name, task="text", link=link)
+        found = runs(file, contestant=name, task="text", link=link, workers=workers)
         if not found:
             continue
         rates = sorted({run["rate"] for run in found})
@@ -92,9 +92,9 @@ def losses_by_time(link: str, file: str) -> list[Timed]:
     return contestants
 
 
-def loss_after_minutes(link: str, file: str = "learning_time.jsonl") -> Rows:
+def loss_after_minutes(link: str, file: str = "learning_time.jsonl", workers: int = 4) -> Rows:
     """Two minutes over a link: every seed, and how far the mean is above the first."""
-    found = losses_by_time(link, file)
+    found = losses_by_time(link, file, workers)
     rows = []
     for one in found:
         steps = round(statistics.mean(run["steps"] for run in one.runs))
@@ -112,6 +112,20 @@ table_loss_after_minutes_1gbit = functools.partial(loss_after_minutes, "1gbit")
 table_loss_after_minutes_late = functools.partial(
     loss_after_minutes, "100mbit+50ms", "learning_late.jsonl"
 )
+
+
+def table_loss_after_minutes_later() -> Rows:
+    """One seed each, over a slower link and with more workers."""
+    rows = []
+    for link, workers, shown in (
+        ("20mbit+150ms", 4, "20 Mbit/s, 150 ms; 4"),
+        ("100mbit+50ms", 8, "100 Mbit/s, 50 ms; 8"),
+    ):
+        for name, rate, loss, above, _, *rest in loss_after_minutes(
+            link, "learning_late.jsonl", workers
+        ):
+            rows.append([shown, name, rate, loss, above, *rest])
+    return blank_repeats(rows)
 
 
 def loss_in_rounds(file: str) -> Rows:
