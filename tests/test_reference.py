@@ -76,8 +76,8 @@ def test_an_entry_says_something_and_is_on_the_page_of_its_package():
 def test_a_page_begins_with_links_to_all_of_its_sections(page):
     beginning, *sections = re.split(r"^## ", page.read_text(), flags=re.MULTILINE)
     titles = [section.partition("\n")[0] for section in sections]
-    assert all(":::" in section for section in sections)
-    assert ":::" not in beginning
+    assert all("\n::: " in section for section in sections)
+    assert "\n::: " not in beginning
     # An anchor is the title in lower case, with hyphens.
     anchors = [title.lower().replace(" ", "-") for title in titles]
     assert re.findall(r"\[([^\]]+)\]\(#([\w-]+)\)", beginning) == list(zip(titles, anchors))
