@@ -25,6 +25,7 @@ import optax_ext
 from .._common import options, reports, timing
 from .._common.contestants import DECAY, RATE, optimizer
 from .._common.display import show_rows
+from ..training._small_models import affine
 
 AXIS = "data"
 BASE = "AdamW alone"
@@ -49,7 +50,7 @@ def gpt(width: int, blocks: int) -> Any:
     def norm() -> Any:
         return {"scale": jnp.ones(width), "bias": jnp.zeros(width)}
 
-    def affine(inputs: int, outputs: int) -> Any:
+    def layer(inputs: int, outputs: int) -> Any:
         return {"kernel": matrix(inputs, outputs), "bias": jnp.zeros(outputs)}
 
     block = {"qkv": (1, 3), "mix": (1, 1), "up": (1, 4), "down": (4, 1)}
@@ -57,7 +58,7 @@ def gpt(width: int, blocks: int) -> Any:
         "embedding": matrix(VOCABULARY, width),
         "position": matrix(CONTEXT, width),
         "blocks": [
-            {name: affine(x * width, y * width) for name, (x, y) in block.items()}
+            {name: layer(x * width, y * width) for name, (x, y) in block.items()}
             | {"norm_0": norm(), "norm_1": norm()}
             for _ in range(blocks)
         ],
@@ -71,19 +72,15 @@ def loss(heads: int, params: Any, batch: Batch) -> jax.Array:
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
     x = params["embedding"][tokens] + params["position"][: tokens.shape[1]]
     for block in params["blocks"]:
-        split = _affine(block["qkv"], _normed(block["norm_0"], x))
+        split = affine(block["qkv"], _normed(block["norm_0"], x))
         split = split.reshape(*x.shape[:2], 3, heads, -1)
         mixed = jax.nn.dot_product_attention(*(split[:, :, i] for i in range(3)), is_causal=True)
-        x = x + _affine(block["mix"], mixed.reshape(x.shape))
-        inner = jax.nn.gelu(_affine(block["up"], _normed(block["norm_1"], x)))
-        x = x + _affine(block["down"], inner)
+        x = x + affine(block["mix"], mixed.reshape(x.shape))
+        inner = jax.nn.gelu(affine(block["up"], _normed(block["norm_1"], x)))
+        x = x + affine(block["down"], inner)
     logits = _normed(params["norm"], x) @ params["embedding"].T
     losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)
     return losses.mean()
-
-
-def _affine(layer: Any, x: jax.Array) -> jax.Array:
-    return x @ layer["kernel"] + layer["bias"]
 
 
 def _normed(layer: Any, x: jax.Array) -> jax.Array:
