@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import secrets
 import socket
 import sys
 import time
@@ -20,8 +21,8 @@ from optax_ext.elastic._waiting import log, waiting
 
 # EX_TEMPFAIL of sysexits.h: the failed work may succeed when it is started again.
 EXIT_STATUS = 75
-_REPORT, _PLAN, _WAITING, _HERE, _OVER = (
-    f"optax_ext/{x}/" for x in ("report", "plan", "waiting", "here", "over")
+_REPORT, _PLAN, _READY, _WAITING, _HERE, _OVER = (
+    f"optax_ext/{x}/" for x in ("report", "plan", "ready", "waiting", "here", "over")
 )
 _NUMBER, _PROCESSES = "optax_ext/number", "optax_ext/processes"
 
@@ -165,7 +166,8 @@ class Job:
         self.num_processes = num_processes
         self._client = client
         self._stuck = stuck_seconds
-        self._meetings = 0
+        # An earlier life may have died in a group that is not complete yet.
+        client.key_value_delete(f"{_READY}{process_id}")
         self.is_alive()
 
     def devices_of(self, process_id: int) -> list[Device]:
@@ -181,25 +183,37 @@ class Job:
         """
         me = self.process_id
         while True:
-            self._meetings += 1
-            turn = f"{os.getpid()}.{self._meetings}"
-            self._set(f"{_REPORT}{me}", f"{turn} {_meeting.written(report)}")
+            turn = secrets.token_hex(8)
+            self._set(f"{_REPORT}{me}", _meeting.written(report._replace(turn=turn)))
             try:
-                waiting = dict(self._client.key_value_dir_get(_WAITING))
-                present = self.present()
+                waiting = self._all(_WAITING)
+                present = self._present()
                 first = min(present)
-                if first == me:
-                    self._forget(waiting, present)
-                    return self._decided(present, turn)
-                turn = self._get(f"{_REPORT}{first}").partition(" ")[0]
-                text = self._client.blocking_key_value_get(f"{_PLAN}{first}/{turn}", 10_000)
-                return _meeting.plan_of(text)
+                plan = self._decided(present) if first == me else self._plan_of(first)
+                # Otherwise the others were at the end of an earlier meeting, not in this one.
+                if plan and plan.turns.get(me) == turn:
+                    if first == me:
+                        self._forget(waiting, present)
+                    return plan
             except jax.errors.JaxRuntimeError as error:
                 # The first process has died, or has gone on to the next meeting.
                 log.info("meets again, as there was no plan: %s", str(error).splitlines()[0])
 
-    def present(self) -> set[int]:
-        """Waits for all living processes; all get the same set."""
+    def ready(self, plan: Plan) -> bool:
+        """Waits for the members of a plan; whether all of them are there to follow it.
+
+        All members get the same answer: none can go on to another plan before all have this one's.
+        """
+        self._set(f"{_READY}{self.process_id}", plan.turns[self.process_id])
+        present, turns = self._present(), self._all(_READY)
+        return all(p in present and turns.get(p) == plan.turns[p] for p in plan.members)
+
+    def _present(self) -> set[int]:
+        """Waits for all living processes; all get the same set.
+
+        Some may be in :meth:`meet` and others in :meth:`ready`, which the service does not
+        distinguish.
+        """
         # The processes that it waits for are alive, or will be found dead soon.
         self.rests()
         mine = f"{_HERE}{self.process_id}"
@@ -211,8 +225,8 @@ class Job:
         return {*living}
 
     def _others(self) -> str:
-        """Whom :meth:`present` waits for."""
-        here = sorted(int(x.rpartition("/")[2]) for x, _ in self._client.key_value_dir_get(_HERE))
+        """Whom :meth:`_present` waits for."""
+        here = sorted(self._all(_HERE))
         return (
             f"workers: {len(here)} of {self.num_processes} are here, {here}; each of the others "
             "has to come, or to miss its heartbeats"
@@ -224,7 +238,7 @@ class Job:
 
     def someone_waits(self) -> bool:
         """Whether a process has announced itself since the last meeting."""
-        return bool(self._client.key_value_dir_get(_WAITING))
+        return bool(self._all(_WAITING))
 
     def end(self, step: int) -> None:
         """Leaves a note for processes that come too late."""
@@ -246,24 +260,36 @@ class Job:
         """Lifts that deadline: the process may take as long as it likes."""
         faulthandler.cancel_dump_traceback_later()
 
-    def _decided(self, present: set[int], turn: str) -> Plan:
-        reports = {}
-        for process in present:
-            text = self._get(f"{_REPORT}{process}")
-            if text:
-                reports[process] = _meeting.report_of(text.partition(" ")[2])
+    def _decided(self, present: set[int]) -> Plan | None:
+        """The plan of the first process; None if some of the others are not in a meeting."""
+        texts, turns = self._all(_REPORT), self._all(_READY)
+        reports = {process: _meeting.report_of(texts[process]) for process in present}
+        if any(turns.get(process) == report.turn for process, report in reports.items()):
+            return None
         number = int(self._client.key_value_increment(_NUMBER, 1))
         plan = _meeting.decide(number, reports)
-        self._set(f"{_PLAN}{self.process_id}/{turn}", _meeting.written(plan))
+        key = f"{_PLAN}{self.process_id}/{plan.turns[self.process_id]}"
+        self._set(key, _meeting.written(plan))
         return plan
 
-    def _forget(self, waiting: Mapping[str, str], present: set[int]) -> None:
+    def _plan_of(self, first: int) -> Plan:
+        """The plan that the first process has decided, or will decide soon."""
+        report = _meeting.report_of(self._get(f"{_REPORT}{first}"))
+        key = f"{_PLAN}{first}/{report.turn}"
+        return _meeting.plan_of(self._client.blocking_key_value_get(key, 10_000))
+
+    def _forget(self, waiting: Mapping[int, str], present: set[int]) -> None:
         """Removes the announcements of processes that have met, or have died since."""
-        for name, said in waiting.items():
-            key = f"{_WAITING}{name.rpartition('/')[2]}"
+        for process, said in waiting.items():
+            key = f"{_WAITING}{process}"
             # A process that has come back in the meantime has announced itself again.
-            if int(key.rpartition("/")[2]) in present or self._get(key) == said:
+            if process in present or self._get(key) == said:
                 self._client.key_value_delete(key)
+
+    def _all(self, folder: str) -> dict[int, str]:
+        """What the processes have said under such keys."""
+        said = self._client.key_value_dir_get(folder)
+        return {int(key.rpartition("/")[2]): value for key, value in said}
 
     def _set(self, key: str, value: str) -> None:
         self._client.key_value_set(key, value, allow_overwrite=True)

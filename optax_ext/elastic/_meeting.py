@@ -17,6 +17,7 @@ class Report(NamedTuple):
       steps: the step of each.
       leaves: whether it has handed its residual over, and leaves.
       saved: the step of the newest whole checkpoint that it sees; -1 if there is none.
+      turn: a word that no other report has.
     """
 
     model: str
@@ -24,6 +25,7 @@ class Report(NamedTuple):
     steps: tuple[int, ...] = ()
     leaves: bool = False
     saved: int = -1
+    turn: str = ""
 
 
 class Plan(NamedTuple):
@@ -39,6 +41,7 @@ class Plan(NamedTuple):
       saved: the step of the checkpoint to begin from; -1 to begin without one, or to go on.
       lost: the processes that had a state when they met, and can't go on from it.
       refused: why a process can't take part, by its number.
+      turns: the reports that the plan rests on, by process.
     """
 
     number: int
@@ -49,6 +52,7 @@ class Plan(NamedTuple):
     saved: int
     lost: tuple[int, ...]
     refused: dict[int, str]
+    turns: dict[int, str]
 
 
 def decide(number: int, reports: Mapping[int, Report]) -> Plan:
@@ -80,7 +84,8 @@ def decide(number: int, reports: Mapping[int, Report]) -> Plan:
     elif members:
         holders, saved = members[:1], reports[members[0]].saved
         step = max(saved, 0)
-    return Plan(number, members, holders, version, step, saved, lost, refused)
+    turns = {process: report.turn for process, report in reports.items()}
+    return Plan(number, members, holders, version, step, saved, lost, refused, turns)
 
 
 def written(message: Report | Plan) -> str:
@@ -97,6 +102,7 @@ def report_of(text: str) -> Report:
 def plan_of(text: str) -> Plan:
     """The plan that :func:`written` wrote."""
     given = json.loads(text)
-    given["refused"] = {int(process): why for process, why in given["refused"].items()}
+    for name in ("refused", "turns"):
+        given[name] = {int(process): text for process, text in given[name].items()}
     given |= {name: (*given[name],) for name in ("members", "holders", "lost")}
     return Plan(**given)

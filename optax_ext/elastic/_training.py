@@ -292,8 +292,7 @@ class Training:
             self._gone = True
             self._saves.wait()
             # The others learn it here, and need not wait until its heartbeats are missed.
-            self._job.meet(Report(self._model, leaves=True))
-            self._job.present()
+            self._job.ready(self._job.meet(Report(self._model, leaves=True)))
 
     def _save(self, now: Held) -> None:
         self._saves.save(now.step, self.members, _seats.own(now.params), _seats.own(now.opt_state))
@@ -330,7 +329,7 @@ class Training:
         self._batch = self._next_batch(plan.step)
         seats = _seats.seats(plan, self._job.devices_of)
         group = self._programs.load(seats, self._initial, self._batch)
-        if not self._job.present() >= {*plan.members}:
+        if not self._job.ready(plan):
             self._plan = previous
             return
         try:

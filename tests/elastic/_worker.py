@@ -3,7 +3,8 @@
 ``python -m tests.elastic._worker JSON`` writes what it does to standard output, a JSON object
 to a line. ``optimizer`` is ``sum``, whose parameters add up the delivered values, or
 ``sparse_adamw``. ``pause`` is the number of seconds between two steps, ``hang_at`` the step before
-which it hangs in Python, and ``die_at`` a place in the code at which it ends at once.
+which it hangs in Python, ``die_at`` a place in the code at which it ends at once, and
+``loads_after`` the number of another worker, for whose arrival it waits before it loads a program.
 """
 
 import hashlib
@@ -23,7 +24,7 @@ import optax
 import optax_ext
 from benchmarks._common.processes import die_with_parent
 from optax_ext import elastic
-from optax_ext.elastic import _programs, _saving, _seats, _training
+from optax_ext.elastic import _job, _programs, _saving, _seats, _training
 from tests.groups import run, say, settings
 
 SIZE = 120
@@ -73,6 +74,8 @@ def main() -> None:
         devices=given.get("devices", 8),
     )
     _die(given.get("die_at", ""))
+    if "loads_after" in given:
+        _load_after(job, given["loads_after"])
     step_before = {}
 
     def batch_of(turn: elastic.Turn) -> np.ndarray:
@@ -136,6 +139,18 @@ def _state_of(held: Any) -> dict[str, Any]:
     own = _seats.own(held.opt_state)
     state = optax_ext.get_state(own)
     return {"params": of(_seats.own(held.params)), "residual": of(state.residual)}
+
+
+def _load_after(job: elastic.Job, number: int) -> None:
+    original = _programs.Programs.load
+
+    def load(*args: Any) -> Any:
+        say("loads")
+        while number not in job._all(_job._HERE):
+            time.sleep(0.01)
+        return original(*args)
+
+    _programs.Programs.load = load
 
 
 def _die(place: str) -> None:

@@ -135,6 +135,28 @@ def test_two_die_at_once_and_a_newcomer_dies_while_it_joins():
         check(of)
 
 
+def test_the_first_comes_back_while_the_other_is_between_a_meeting_and_its_group():
+    with job(2) as of:
+        of.wait_for_step(10)
+        of.kill(1)
+        of.wait_for_step(steps_of(of, 0) + 5, [0])
+        of.start(1, loads_after=0)
+        of.wait_for("its step", lambda: of.lives[1][-1].find("step"))
+        other = of.lives[1][-1]
+        loads = len([x for x in other.events if x["event"] == "loads"])
+        of.kill(0)
+        of.wait_for(
+            "its meeting",
+            lambda: len([x for x in other.events if x["event"] == "loads"]) > loads,
+        )
+        of.start(0)
+        # They meet for different reasons first, and together afterwards.
+        of.wait_for("its step", lambda: of.lives[0][-1].find("step"))
+        at = steps_of(of, 1)
+        of.wait_for_step(at + 10)
+        check(of)
+
+
 def test_one_that_hangs_is_left_behind_and_ends():
     with job(3, check_every=1000) as of:
         of.wait_for_step(10)

@@ -91,7 +91,7 @@ _waiting.FIRST = 0.2
 _waiting.log.warning = lambda text, *given: print(json.dumps({{"event": text % given}}), flush=True)
 job = elastic.connect({address!r}, 2, {number})
 sys.stdin.readline() if {number} else None
-job.present()
+job._present()
 """
 
 
