@@ -255,6 +255,29 @@ def test_words_that_pages_name(algorithm, size, selected, workers, bound, expect
 # Numbers.
 
 
+def undated(text):
+    """Paragraphs and rows with a result of a run but no link, in sections without a date or data."""
+    verb = r"\b(took|ended|reached|gained|fell|(was|were) [\d.]+)\b"
+    unit = r"(?<![\w.`/-])\d[\d,.]*\s*(%|ms|us|s|seconds|minutes|times|GB|MB)(?![\w/])"
+    number = unit + r"|\b\d\.\d{2,3}\b"
+    text = re.sub(r"(?ms)^ *```.*?```|`[^`\n]*`", "", text)
+    for section in re.split(r"(?m)^(?=#+ )", text):
+        if re.search(r"20\d\d-\d\d-\d\d|<!-- table", section):
+            continue
+        for part in re.split(r"\n\n|\n(?= *- | *\d\. |\|)", section):
+            if re.search(verb, part) and re.search(number, part):
+                # A test, a formula or the cost model may be the source.
+                if not re.search(r"\]\(|\b(tests?|computed|formula)\b", part):
+                    yield part
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *sorted(DOCS.glob("*.md"))], ids=lambda x: x.stem
+)
+def test_a_result_has_a_date_or_a_source(page):
+    assert not list(undated(page.read_text()))
+
+
 def test_tables_are_those_of_their_data(capsys):
     """`python -m tools.tables` writes them, and has a function for each one in a page."""
     assert tables(["--check"]) == 0, capsys.readouterr().out
