@@ -115,17 +115,18 @@ table_loss_after_minutes_late = functools.partial(
 
 
 def table_loss_after_minutes_later() -> Rows:
-    """One seed each, over a slower link and with more workers."""
-    rows = []
-    for link, workers, shown in (
-        ("20mbit+150ms", 4, "20 Mbit/s, 150 ms; 4"),
-        ("100mbit+50ms", 8, "100 Mbit/s, 50 ms; 8"),
-    ):
-        for name, rate, loss, above, _, *rest in loss_after_minutes(
-            link, "learning_late.jsonl", workers
-        ):
-            rows.append([shown, name, rate, loss, above, *rest])
-    return blank_repeats(rows)
+    """Over a slower link, and with more workers."""
+    cases = {
+        "20 Mbit/s, 150 ms; 4": ("20mbit+150ms", 4),
+        "100 Mbit/s, 50 ms; 8": ("100mbit+50ms", 8),
+    }
+    return blank_repeats(
+        [
+            [shown, *row]
+            for shown, (link, workers) in cases.items()
+            for row in loss_after_minutes(link, "learning_late.jsonl", workers)
+        ]
+    )
 
 
 def loss_in_rounds(file: str) -> Rows:
@@ -244,6 +245,38 @@ def table_loss_after_steps() -> Rows:
             mean = round(statistics.mean(above), 1) + 0.0
             cells = [shown, str(workers), f"{words:.2f}", loss(found)]
             rows.append([*cells, f"{mean:.1f} %", listed(above, 1)])
+    return blank_repeats(rows)
+
+
+def table_loss_by_windows() -> Rows:
+    """More windows for each worker, at the learning rates that are best for the first seed."""
+    every = runs("learning_windows.jsonl") + runs(batch=32, **TEXT)
+    sparse = {"sparse_adamw": "5 %", "sparse_adamw density=0.01": "1 %"}
+    cases = {
+        (x["contestant"], x["workers"], x["batch"] // x["workers"], x["steps"], x["width"])
+        for x in every
+        if x["contestant"] in sparse and x["workers"] > 4
+    }
+    rows = []
+    for contestant, workers, windows, steps, width in sorted(cases, key=lambda x: (x[0], x[1:])):
+        setting = {"batch": workers * windows, "steps": steps, "width": width}
+        ends = []
+        for name in ("dense", contestant):
+            count = 1 if name == "dense" else workers
+            found = [
+                run
+                for run in every
+                if {**setting, "contestant": name, "workers": count}.items() <= run.items()
+            ]
+            best = min((run for run in found if not run["seed"]), key=lambda run: run["value"])
+            ends.append({x["seed"]: x["value"] for x in found if x["rate"] == best["rate"]})
+        dense, ours = ends
+        assert dense.keys() == ours.keys(), (contestant, setting)
+        above = [100 * (ours[seed] / dense[seed] - 1) for seed in sorted(ours)]
+        mean = round(statistics.mean(above), 1) + 0.0
+        losses = [listed([x[seed] for seed in sorted(x)], 3) for x in (dense, ours)]
+        cells = [sparse[contestant], str(width), str(workers), str(windows), f"{steps:,}"]
+        rows.append([*cells, *losses, f"{mean:.1f} %", listed(above, 1)])
     return blank_repeats(rows)
 
 
