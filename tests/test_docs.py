@@ -278,6 +278,13 @@ def test_a_result_has_a_date_or_a_source(page):
     assert not list(undated(page.read_text()))
 
 
+def test_a_result_without_either_is_found():
+    assert list(undated("# A\n\nA step took 3 ms.\n\n- It [took](b.md) 4 ms.")) == [
+        "A step took 3 ms."
+    ]
+    assert not list(undated("# A\n\nOn 2026-11-23 a step took 3 ms."))
+
+
 def test_tables_are_those_of_their_data(capsys):
     """`python -m tools.tables` writes them, and has a function for each one in a page."""
     assert tables(["--check"]) == 0, capsys.readouterr().out

@@ -274,7 +274,7 @@ class Job:
 
     def _plan_of(self, first: int) -> Plan:
         """The plan that the first process has decided, or will decide soon."""
-        report = _meeting.report_of(self._get(f"{_REPORT}{first}"))
+        report = _meeting.report_of(self._client.key_value_try_get(f"{_REPORT}{first}"))
         key = f"{_PLAN}{first}/{report.turn}"
         return _meeting.plan_of(self._client.blocking_key_value_get(key, 10_000))
 
