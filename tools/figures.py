@@ -241,8 +241,8 @@ def loss_against_late_time(figure: Figure) -> None:
 
 def loss_against_bytes(figure: Figure) -> None:
     """The losses of the tables, each with its name, of a wide and a narrow model."""
-    wide, narrow = figure.subplots(2, height_ratios=(1, 1.25))
-    _panel_of_bytes(wide, 128, (0.9, 30_000), (1.52, 1.8))
+    wide, narrow = figure.subplots(2, height_ratios=(1.35, 1.25))
+    _panel_of_bytes(wide, 128, (0.9, 30_000), (1.52, 1.77))
     _panel_of_bytes(narrow, 32, (0.12, 4000), (1.72, 2.08))
     narrow.set_xlabel("MB that a worker receives in 4,000 steps")
     said = "full: sparse_adamw at every step, by density\nopen: sparse_adamw(every=...), by density"
@@ -257,6 +257,7 @@ def _panel_of_bytes(
     points, curve = [], []
     for one in found:
         color, name = color_of(one.shown), one.shown.replace("`", "").replace(" before AdamW", "")
+        name = name.replace("dense AdamW, float16", "float16")
         x, y = _STEPS * _BYTES * one.words / 1e6, statistics.mean(one.losses)
         axes.plot([x, x], [min(one.losses), max(one.losses)], color=color, linewidth=2, alpha=0.3)
         fill = "none" if name.startswith("every") else "full"
@@ -388,7 +389,7 @@ def balance(figure: Figure) -> None:
 DRAWN = {
     "learning_time_minutes.png": (loss_against_time, 3.9),
     "learning_late.png": (loss_against_late_time, 3.9),
-    "learning_bytes.png": (loss_against_bytes, 7.6),
+    "learning_bytes.png": (loss_against_bytes, 8.8),
     "chaos.png": (loss_with_deaths, 3.9),
     "network.png": (parts_of_steps, 3.2),
     "scaling.png": (predicted_steps, 3.7),

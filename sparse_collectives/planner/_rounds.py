@@ -16,15 +16,18 @@ from sparse_collectives.planner._optimizers import OPTIMIZERS, computed
 from sparse_collectives.planner._planner import CPU, LocalCost
 
 # Percent above the loss of dense AdamW at every step, by H and density: means of three seeds,
-# 4,000 steps, n = 31,745, eight workers. A test checks that docs/data/learning_bytes.jsonl agrees.
+# 4,000 steps, n = 421,697, eight workers. A test checks that docs/data/learning_bytes.jsonl agrees.
+# H = 100 at 5 %, 12.5 % above, is left out: overlapping the exchange of a shorter round costs less.
 ABOVE_DENSE: Mapping[tuple[int, float], float] = {
-    (1, 0.05): -0.1,
-    (1, 0.01): 2.7,
-    (10, 0.5): 3.5,
-    (10, 0.05): 6.05,
-    (30, 0.5): 4.9,
-    (30, 0.05): 7.3,
-    (100, 0.5): 6.7,
+    (1, 0.05): -0.4,
+    (1, 0.01): 0.3,
+    (1, 0.003): 1.5,
+    (1, 0.001): 4.6,
+    (10, 0.5): 0.9,
+    (10, 0.05): 4.8,
+    (30, 0.5): 2.9,
+    (30, 0.05): 6.5,
+    (100, 0.5): 5.3,
 }
 # The largest share of a round to spend on waiting, before a round with a higher loss is better.
 SHARE = 0.2

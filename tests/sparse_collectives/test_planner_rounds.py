@@ -64,7 +64,7 @@ def test_the_slower_the_link_the_fewer_exchanges(latency, bandwidth, every, hidd
 
 
 def test_the_losses_are_those_that_were_measured():
-    shown = {one.shown: statistics.mean(one.above) for one in losses_by_bytes()}
+    shown = {one.shown: statistics.mean(one.above) for one in losses_by_bytes(128)}
     for every, density in ABOVE_DENSE:
         rounds = "`sparse_adamw`" if every == 1 else f"`every={every}`"
         above = shown[f"{rounds}, {100 * density:g} %"]

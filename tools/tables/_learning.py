@@ -151,7 +151,7 @@ table_loss_in_rounds = functools.partial(loss_in_rounds, "learning_rounds.jsonl"
 
 
 class Trained(NamedTuple):
-    """A contestant of the losses by bytes, at the learning rate that is best for the first seed.
+    """A contestant of the losses by bytes, at the learning rate with the lowest mean.
 
     Attributes:
       shown: its name in the manual.
@@ -180,13 +180,19 @@ def losses_by_bytes(width: int = 32) -> list[Trained]:
         of_name = runs("learning_bytes.jsonl", contestant=name, width=width)
         if not of_name:
             continue
-        first = {run["rate"]: run for run in of_name if run["seed"] == 0}
-        rate = min(first, key=lambda rate: first[rate]["value"])
-        at = {run["seed"]: run["value"] for run in of_name if run["rate"] == rate}
+        of_rate: dict[float, dict[int, float]] = {}
+        for run in of_name:
+            of_rate.setdefault(run["rate"], {})[run["seed"]] = run["value"]
+        # A mean over fewer seeds may be lower by luck.
+        most = max(map(len, of_rate.values()))
+        means = {x: statistics.mean(y.values()) for x, y in of_rate.items() if len(y) == most}
+        rate = min(means, key=lambda rate: means[rate])
+        at = of_rate[rate]
         dense = dense or at
         above = [100 * (value / dense[seed] - 1) for seed, value in at.items()]
-        edge, size = rate in (min(first), max(first)), first[rate]["curve"]["size"]
-        found.append(Trained(shown, rate, edge, first[rate]["words"], [*at.values()], above, size))
+        edge, size = rate in (min(of_rate), max(of_rate)), of_name[0]["curve"]["size"]
+        words = of_name[0]["words"]
+        found.append(Trained(shown, rate, edge, words, [*at.values()], above, size))
     return found
 
 

@@ -1,7 +1,7 @@
 """What the cost model predicts: weak scaling, and steps of workers that share cores."""
 
 from sparse_collectives import cost_model
-from sparse_collectives.planner import _optimizers, _planner
+from sparse_collectives.planner import _optimizers, _planner, _rounds
 
 from ._data import LABELS, Rows, blank_repeats, by, interval, read
 from ._links import speedups
@@ -61,4 +61,20 @@ def table_shared_cores() -> Rows:
         for predicted, measured in (found[method] for found in links):
             cells += [f"{predicted:.{digits}f}", interval(measured, digits)]
         rows.append(cells)
+    return rows
+
+
+def table_rounds_by_link() -> Rows:
+    """What `plan_rounds` recommends to four sites with a GPT of 124M parameters on GPUs."""
+    rows = []
+    for latency in ("1ms", "20ms", "50ms", "150ms"):
+        cells = []
+        for bandwidth in ("10Gbit", "1Gbit", "100Mbit", "20Mbit"):
+            net = cost_model.network(latency, bandwidth)
+            plan = _rounds.plan_rounds(124_000_000, 4, net, compute=0.5, local=_planner.GPU)
+            chosen = plan.recommended
+            rounds = f", every={chosen.every}" if chosen.every > 1 else ""
+            overlapped = ", overlapped" if plan.hidden else ""
+            cells.append(f"`density={chosen.density:g}{rounds}`{overlapped}")
+        rows.append([latency.replace("ms", " ms"), *cells])
     return rows
