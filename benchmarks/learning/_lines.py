@@ -130,7 +130,7 @@ def complete(
         parser.error(f"--width: the model of {args.task} has one width")
     args.rates = sorted(args.rates or usual["rates"])
     args.batch, args.width = args.batch or usual["batch"], args.width or usual["width"]
-    options.check_names(parser, args.only, names)
+    options.check_names(parser, args.only, [*names, "none"])
     args.neighbours = {}
     for given in args.options:
         try:
@@ -147,7 +147,10 @@ def complete(
 
 
 def chosen(args: Namespace, names: Iterable[str]) -> list[str]:
-    """The contestants of a run: the names in --only, or all, and the contestants of --options."""
+    """The contestants of a run: the names in --only, or all, and the contestants of --options.
+
+    With ``--only none``, only --options adds contestants.
+    """
     return [*(name for name in names if not args.only or name in args.only), *args.neighbours]
 
 

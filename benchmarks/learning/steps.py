@@ -7,7 +7,8 @@ Each contestant trains once with every learning rate of ``--rates``, and with th
 the other seeds. All see the same batches in the same order, whatever the number of workers. A run
 that is in FILE is not repeated, so that an interrupted experiment can continue; ``--show`` prints
 the runs in FILE and trains nothing. Each ``--options`` adds a contestant: the default of the
-library with these options, such as gain, b2, step_ahead or density.
+library with these options, such as gain, b2, step_ahead or density; with ``--only none`` these are
+the only ones.
 
 ``--together`` trains a contestant with all rates and all seeds in one program, which is as fast on
 a GPU as a few runs. With ``JAX_DEFAULT_MATMUL_PRECISION=float32`` a GPU computes as a CPU does.

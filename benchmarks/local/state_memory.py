@@ -24,7 +24,7 @@ NODES, DEVICES = 2, 4
 GPT2 = 124_439_808
 # The contestant for each name, followed by SGD unless the name says otherwise.
 NAMES = {"dense": "dense/leaves", "dense, adam behind it": "dense/leaves/adamw"}
-NAMES |= {name: name for name in ("sparse_adamw", "sparse_sgd", "ok_topk_sgd")}
+NAMES |= {x: x for x in ("sparse_adamw", "sparse_adamw, factors", "sparse_sgd", "ok_topk_sgd")}
 NAMES |= {"powersgd, rank 4": "powersgd4", "ok_topk": "ok_topk"}
 NAMES |= {name: name for name in CONTESTANTS if name.startswith("ok_topk, ")}
 NAMES |= {"ok_topk, threshold_reuse": "ok_topk/reuse"}

@@ -1,0 +1,1 @@
+"""The figures of the manual: `python -m tools.figures`."""
