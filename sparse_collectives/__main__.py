@@ -46,6 +46,8 @@ them. On a CPU, --devices N splits it into N devices, which measures its memory.
 _DENSITY, _LATENCY, _COMPUTE = "0.05", "100us", "0s"
 
 _SELECT_COST = "--select-cost cpu"
+# From this latency on, in seconds, `rounds` may have a better answer.
+_LATE = 5e-3
 
 # The speedups of the three runs in docs/data/network_4*.json, whose workers share cores.
 _MEASURED_SHARING = (
@@ -249,6 +251,11 @@ def _plan(args: argparse.Namespace) -> None:
         )
     if not local.gpu:
         remarks.append(_MEASURED_SHARING)
+    if network.latency >= _LATE:
+        remarks.append(
+            f"A message takes {1e3 * network.latency:.3g} ms. To exchange at every H-th step only, "
+            "ask python -m sparse_collectives rounds."
+        )
     _print_assumed(assumed)
     print("\n".join([_plan_report.text(plan, optimizers, all_codecs=args.all), *remarks]))
 

@@ -309,3 +309,17 @@ def test_a_pmap_state_that_was_unreplicated_cannot_be_saved(tx):
     copied = jax_utils.replicate(jax.device_get(alone))
     refused("of another worker on 7 of 8", optax_ext.checkpoint_metadata, copied.opt_state)
     step(copied, BATCHES[1].reshape(WORKERS, -1, 6))
+
+
+def test_an_error_says_which_arguments_were_split(tx):
+    @optax_ext.data_parallel
+    def step(params, opt_state, x, y):
+        loss, gradients = jax.value_and_grad(lambda p: jnp.mean((x @ p["w"] - y) ** 2))(
+            optax_ext.ahead(params, opt_state)
+        )
+        return tx.update(gradients, opt_state, params)[1], loss
+
+    opt_state = optax_ext.init_state(tx, PARAMS, mesh(WORKERS))
+    with pytest.raises(TypeError, match="incompatible shapes") as found:
+        step(PARAMS, opt_state, BATCHES[0], BATCHES[0][:, :4])
+    assert "Only the last argument was split" in str(found.value.__notes__)

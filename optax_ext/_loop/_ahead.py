@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import jax
 import numpy as np
 
-from optax_ext._state import _residual_tree
+from optax_ext._state import _nnx, _residual_tree
 
 
 def ahead(params: Any, opt_state: Any) -> Any:
@@ -46,25 +45,15 @@ def ahead(params: Any, opt_state: Any) -> Any:
       Xu, Huo and Huang, `Step-Ahead Error Feedback for Distributed Training with
       Compressed Gradient <https://arxiv.org/abs/2008.05823>`_, AAAI 2021.
     """
-    if is_module(params):
-        graph, own, rest = nnx().split(params, opt_state.wrt, ...)
-        return nnx().merge(graph, _residual_tree.ahead(own, opt_state.opt_state), rest)
+    if _nnx.is_module(params):
+        graph, own, rest = _nnx.nnx().split(params, opt_state.wrt, ...)
+        return _nnx.nnx().merge(graph, _residual_tree.ahead(own, opt_state.opt_state), rest)
     if all(map(is_array, jax.tree.leaves(params))):
         return _residual_tree.ahead(params, opt_state)
     arrays = jax.tree.map(lambda x: x if is_array(x) else None, params)
     there, others = _residual_tree.ahead(arrays, opt_state), jax.tree.structure(params)
     left = iter(jax.tree.leaves(there))
     return others.unflatten([next(left) if is_array(x) else x for x in jax.tree.leaves(params)])
-
-
-def nnx() -> Any:
-    """The module ``flax.nnx``, if the program has imported it."""
-    return sys.modules.get("flax.nnx")
-
-
-def is_module(x: Any) -> bool:
-    """Whether it is a module of flax nnx, which is a pytree."""
-    return isinstance(x, getattr(nnx(), "Pytree", ()))
 
 
 def is_array(x: Any) -> bool:

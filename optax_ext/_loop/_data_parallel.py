@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_ext._loop import _ahead, _arrays, _places, _step_checks
-from optax_ext._state import _find, _placement
+from optax_ext._state import _find, _nnx, _placement
 from sparse_collectives import AxisName, _compat, transport
 
 _ARRAY, _WHOLE = object(), PartitionSpec()
@@ -71,7 +71,7 @@ def data_parallel(step: Callable[..., Any] | None = None, *, examples: int = 1) 
         def of_worker(arrays: list[Any]) -> list[list[Any]]:
             args = _joined(given, arrays)
             own = jax.tree.map(lambda x: _own_key(x, axis) if _is_key(x) else x, args[:-examples])
-            results = step(*own, *args[-examples:]), list(filter(_ahead.is_module, own))
+            results = step(*own, *args[-examples:]), list(filter(_nnx.is_module, own))
             leaves, found, given_back = _split(results, _specs(results))
             made[static] = given_back, [kinds.index(spec) for spec in found]
             places = _places_of(results)
@@ -94,14 +94,20 @@ def data_parallel(step: Callable[..., Any] | None = None, *, examples: int = 1) 
             _step_checks.check_workers(mesh, args)
         where = [NamedSharding(mesh, spec) for spec in specs]
         arrays = _places.Places(where, [], where[0], sharded=False).put(arrays)
-        with _placement.around(mesh):
-            rows = jitted(static, arrays)
+        try:
+            with _placement.around(mesh):
+                rows = jitted(static, arrays)
+        except (TypeError, ValueError) as error:
+            if static not in made and len(args) > examples + 1:
+                split = "argument was" if examples == 1 else f"{examples} arguments were"
+                error.add_note(f"Only the last {split} split over the workers (examples=).")
+            raise
         queue.add(min(jax.tree.leaves(rows), key=lambda x: x.size))
         given_back, kinds = made[static]
         left = list(map(iter, rows))
         results, modules = _joined(given_back, [next(left[kind]) for kind in kinds])
-        for module, new in zip(filter(_ahead.is_module, args), modules, strict=True):
-            _ahead.nnx().update(module, _ahead.nnx().state(new))
+        for module, new in zip(filter(_nnx.is_module, args), modules, strict=True):
+            _nnx.nnx().update(module, _nnx.nnx().state(new))
         return results
 
     return everywhere

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_ext._state import _find
+from optax_ext._state import _find, _nnx
 from optax_ext._step import _accumulation
 from optax_ext._transforms import _xi
 from sparse_collectives import _validation
@@ -21,7 +21,7 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
     They cover all workers, and all buckets or groups together. The function may be jitted.
 
     Args:
-      opt_state: the state of all workers, outside of the mapped function.
+      opt_state: the state of all workers, outside of the mapped function, or an ``nnx.Optimizer``.
 
     Returns:
       A dict of ``f32[]``; empty without a sparse allreduce:
@@ -49,6 +49,7 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
       >>> float(metrics(state)["residual_norm"])
       0.0
     """
+    opt_state = _nnx.arrays(opt_state)
     states, info = _find.get_states(opt_state), _find.get_info(opt_state)
     if info is None or not states:
         return {}
@@ -136,7 +137,7 @@ class Monitor:
         step = self._calls if step is None else step
         if step % self._every:
             return
-        values = jax.device_get(self._metrics(opt_state))
+        values = jax.device_get(self._metrics(_nnx.arrays(opt_state)))
         if values.get("copied", 0) and not self._warned:
             self._warned = True
             warnings.warn(

@@ -185,5 +185,8 @@ def _place(x: Any, sharding: NamedSharding) -> Any:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     if isinstance(x, jax.Array) and not sharding.is_fully_addressable and is_local(x):
         # An array committed to a device of this process would not be spread over others.
+        if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
+            numbers = jax.device_put(np.asarray(jax.random.key_data(x)), sharding)
+            return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(x))
         x = np.asarray(x)
     return jax.device_put(x, sharding)

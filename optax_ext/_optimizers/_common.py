@@ -157,6 +157,7 @@ def in_front(
       axis: the mesh axis of the workers.
       every: steps from one exchange to the next.
     """
+    _checks.check_learning_rate(learning_rate)
     if gain is None and every > 1:
         gain = 1.0
 

@@ -4,6 +4,7 @@ An optimizer state has a row for every worker, and each row must be that worker'
 """
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -31,6 +32,10 @@ def check_order(call: str, params: Any, opt_state: Any) -> None:
     """Checks that ``params`` and ``opt_state`` have not changed places in ``call``."""
     if isinstance(params, Mesh | AbstractMesh):
         raise TypeError(f"params is a mesh. Write {call}.")
+    if isinstance(params, Iterator):
+        raise TypeError(
+            f"params is a {type(params).__name__}, which is no pytree of arrays: give list(params)."
+        )
     if _find.reductions(params) and not _find.reductions(opt_state):
         raise ValueError(
             f"params has a state of optax_ext in it, and opt_state has none: they have changed "

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
-from optax_ext._state import _calls, _find, _init, _placement, _shards
+from optax_ext._state import _calls, _find, _init, _nnx, _placement, _shards
 from optax_ext._step._sparse_state import SparseAllreduceState
 from sparse_collectives import __version__, _compat
 
@@ -69,7 +69,8 @@ def checkpoint_metadata(opt_state: Any) -> dict[str, Any]:
     """The settings that an optimizer state was made for, to save with it; JSON can hold them.
 
     Args:
-      opt_state: the state of all workers, or its :func:`abstract_state`.
+      opt_state: the state of all workers, or its :func:`abstract_state`, or an
+        ``nnx.Optimizer``.
 
     Returns:
       A dict with
@@ -88,6 +89,7 @@ def checkpoint_metadata(opt_state: Any) -> dict[str, Any]:
         ``flax.jax_utils.unreplicate`` and ``replicate`` do; a selector, allreduce or correction
         has no ``spec``, without which two different ones look the same.
     """
+    opt_state = _nnx.arrays(opt_state)
     for path, node in jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=_find.is_state):
         if isinstance(node, SparseAllreduceState):
             _calls.check_whole(f"opt_state{jax.tree_util.keystr(path)}", node)
@@ -116,7 +118,8 @@ def check_metadata(saved: dict[str, Any], opt_state: Any) -> None:
 
     Args:
       saved: :func:`checkpoint_metadata` of the state in the checkpoint.
-      opt_state: the state to restore into, or its :func:`abstract_state`.
+      opt_state: the state to restore into, or its :func:`abstract_state`, or an
+        ``nnx.Optimizer``.
 
     Raises:
       TypeError: ``saved`` is not such a dictionary, so the checkpoint has no metadata.

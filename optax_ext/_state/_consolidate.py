@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from optax_ext._state import _calls, _find, _shards
+from optax_ext._state import _calls, _find, _nnx, _shards
 from optax_ext._state._residual_tree import residual_tree
 from optax_ext._step._sparse_state import SparseAllreduceState
 from sparse_collectives import _compat
@@ -25,7 +25,8 @@ def consolidate(params: Any, opt_state: Any) -> tuple[Any, Any]:
     Args:
       params: the parameters, or anything of their structure and shapes. Leaves that
         no sparse allreduce covers get zeros.
-      opt_state: the state of all workers, outside of the mapped function.
+      opt_state: the state of all workers, outside of the mapped function. For a model of flax nnx
+        it may be ``optimizer.opt_state``, to which the new one can be assigned.
 
     Returns:
       ``(gradient, opt_state)``. The gradient has the tree of ``params`` and the
@@ -43,10 +44,11 @@ def consolidate(params: Any, opt_state: Any) -> tuple[Any, Any]:
       >>> gradient.tolist(), state.residual.tolist()
       ([2.0, 1.0], [[0.0, 0.0], [0.0, 0.0]])
     """
+    given, opt_state = opt_state, _nnx.arrays(opt_state)
     _check("consolidate(params, opt_state)", params, opt_state)
     gradient = residual_tree(opt_state, params, lambda node: _shards.leaves_of(node, _mean(node)))
     empty = jax.tree.map(_without_residual, opt_state, is_leaf=_find.is_state)
-    return gradient, empty
+    return gradient, _nnx.like(given, empty)
 
 
 def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
@@ -63,7 +65,7 @@ def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
 
     Args:
       params: the parameters.
-      opt_state: the state of all workers, outside of the mapped function.
+      opt_state: as for :func:`consolidate`.
 
     Returns:
       ``(params, opt_state)``. P times the change of the parameters, plus the sum of the remaining
@@ -83,6 +85,7 @@ def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
       >>> params.tolist(), state.residual.tolist()
       ([0.5, 1.5], [[0.0, 0.5], [0.0, 0.5]])
     """
+    given, opt_state = opt_state, _nnx.arrays(opt_state)
     _check("flush(params, opt_state)", params, opt_state)
     for state in _find.get_states(opt_state):
         if not state.settings.step_ahead:
@@ -93,11 +96,16 @@ def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
             )
     updates = residual_tree(opt_state, params, lambda node: _shards.leaves_of(node, _step(node)[0]))
     rest = jax.tree.map(_without_step, opt_state, is_leaf=_find.is_state)
-    return optax.apply_updates(params, updates), rest
+    return optax.apply_updates(params, updates), _nnx.like(given, rest)
 
 
 def _check(call: str, params: Any, opt_state: Any) -> None:
     """Checks that ``opt_state`` has residuals, and that the arguments are where ``call`` says."""
+    if _nnx.is_module(params):
+        raise TypeError(
+            "params is a model of flax nnx. Give its parameters, nnx.state(model, nnx.Param), and "
+            "put new ones back with nnx.update(model, params)."
+        )
     _calls.check_order(f"optax_ext.{call}", params, opt_state)
     if not _find.reductions(opt_state):
         raise ValueError(

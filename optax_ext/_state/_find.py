@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optax_ext._state import _nnx
 from optax_ext._step import _sparse_state
 from optax_ext._step._dense import DenseState
 from optax_ext._step._sparse_state import SparseAllreduceState, StepInfo
@@ -31,8 +32,11 @@ def get_states(opt_state: Any) -> list[SparseAllreduceState]:
 
 
 def get_state(opt_state: Any) -> SparseAllreduceState | None:
-    """The first :class:`SparseAllreduceState` anywhere in ``opt_state``, or None."""
-    return next(iter(get_states(opt_state)), None)
+    """The first :class:`SparseAllreduceState` anywhere in ``opt_state``, or None.
+
+    ``opt_state`` may be an ``nnx.Optimizer``, whose variables are replaced by their arrays.
+    """
+    return next(iter(get_states(_nnx.arrays(opt_state))), None)
 
 
 def takes_local_steps(opt_state: Any) -> bool:
@@ -58,8 +62,10 @@ def get_info(opt_state: Any) -> StepInfo | None:
     For several states (buckets, groups of parameters) counts and words are added up, and
     thresholds come from the largest buffer. Outside of the mapped function the per-worker
     fields have a leading axis of P. With :func:`dense` all entries are selected and delivered,
-    and per-worker fields have a leading axis of 1, since all workers are alike.
+    and per-worker fields have a leading axis of 1, since all workers are alike. ``opt_state`` may
+    be an ``nnx.Optimizer``.
     """
+    opt_state = _nnx.arrays(opt_state)
     found = reductions(opt_state)
     if not found:
         return None
@@ -114,9 +120,10 @@ def axis_of(opt_state: Any) -> Hashable:
     if not axes:
         raise ValueError(
             "opt_state has no sparse allreduce, and no optax_ext.dense, in it, so the axis over "
-            "which gradients are averaged is unknown. "
-            "Put optax_ext.ok_topk(density=..., axis='data') or "
-            "optax_ext.dense(axis='data') first in the chain of tx."
+            "which gradients are averaged is unknown. Make it with optax_ext.init_state(tx, "
+            "params, mesh), where tx is an optimizer of optax_ext, or has "
+            "optax_ext.ok_topk(density=..., axis='data') or optax_ext.dense(axis='data') first in "
+            "its chain."
         )
     if len(axes) > 1:
         names = " and ".join(map(repr, axes))

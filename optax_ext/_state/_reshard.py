@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from optax_ext._low_rank._factors import Factors
-from optax_ext._state import _calls, _find, _rows, _shards
+from optax_ext._state import _calls, _find, _nnx, _rows, _shards
 from optax_ext._step import _checks, _layout
 from optax_ext._step._sparse_state import SparseAllreduceState
 
@@ -51,7 +51,8 @@ def reshard(opt_state: Any, fresh_state: Any) -> Any:
       fresh_state: ``optax_ext.init_state(tx, params, mesh)`` for the new mesh.
 
     Returns:
-      A state like ``fresh_state``, with the same placement.
+      A state like ``fresh_state``, with the same placement. Both may be states in an
+      ``nnx.Optimizer``.
 
     Raises:
       TypeError: ``fresh_state`` is a number of workers, or a mesh.
@@ -76,6 +77,8 @@ def reshard(opt_state: Any, fresh_state: Any) -> Any:
             "only the transformation can make it, and it says where the arrays are to be. Give "
             "optax_ext.init_state(tx, params, new_mesh)."
         )
+    given = fresh_state
+    opt_state, fresh_state = _nnx.arrays(opt_state), _nnx.arrays(fresh_state)
     flat = jax.tree_util.tree_flatten_with_path
     old, old_tree = flat(_find.mark(opt_state), is_leaf=_find.is_state)
     new, new_tree = flat(_find.mark(fresh_state), is_leaf=_find.is_state)
@@ -96,7 +99,7 @@ def reshard(opt_state: Any, fresh_state: Any) -> Any:
             moved.append(_accumulators(before, fresh))
         else:
             moved.append(_placed(before, fresh))
-    return jax.tree.unflatten(new_tree, moved)
+    return _nnx.like(given, jax.tree.unflatten(new_tree, moved))
 
 
 def _check(path: str, old: Any, new: Any) -> None:

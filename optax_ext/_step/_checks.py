@@ -27,9 +27,10 @@ class UnboundAxisError(ValueError):
                 f"axis={axis!r} is not bound here. Make the state with optax_ext.init_state(tx, "
                 "params, mesh), on a mesh with that axis, or call tx.init under "
                 "jax.set_mesh(mesh). If other code calls tx.init, as flax's TrainState.create and "
-                "nnx.Optimizer do, give it optax_ext.with_mesh(tx, mesh). Call tx.update inside a "
-                "function mapped over the axis: jax.shard_map, jax.pmap or "
-                "sparse_collectives.simulate; optax_ext.make_train_step does that."
+                "nnx.Optimizer do, give it optax_ext.with_mesh(tx, mesh). Call tx.update in a step "
+                "with @optax_ext.data_parallel instead of @jax.jit or @nnx.jit, or inside "
+                "jax.shard_map, jax.pmap or sparse_collectives.simulate; "
+                "optax_ext.make_train_step does that."
             )
         super().__init__(message)
         self.axis = axis
@@ -150,6 +151,15 @@ def check_hyperparameter(name: str, value: Any, low: float, high: float) -> floa
     if value.shape:
         raise ValueError(f"{name} must be a number or a scalar, got an array of {value.shape}.")
     return value.astype(jnp.float32)
+
+
+def check_learning_rate(rate: Any) -> None:
+    """A number, an array of ``inject_hyperparams``, or a schedule."""
+    number = isinstance(rate, int | float | np.generic | np.ndarray | jax.Array)
+    if not number and not callable(rate):
+        raise TypeError(
+            f"learning_rate must be a number, such as 1e-3, or a schedule of optax, got {rate!r}."
+        )
 
 
 def whether_dense(answer: Any) -> jax.Array:

@@ -72,8 +72,9 @@ def warn_without_ahead(updates: Any, state: Any, params: Any) -> None:
             "the gradients were taken at params, but the optimizer expects them at look-ahead "
             f"parameters (step_ahead={state.settings.step_ahead!r}). Without look-ahead it is "
             "another algorithm, which converges worse: write "
-            "jax.grad(loss_fn)(optax_ext.ahead(params, opt_state), batch), or turn look-ahead off "
-            "with residual=optax_ext.residual().",
+            "jax.grad(loss_fn)(optax_ext.ahead(params, opt_state), batch), for a model of flax nnx "
+            "optax_ext.ahead(model, optimizer), or turn look-ahead off with "
+            "residual=optax_ext.residual().",
             stacklevel=2,
         )
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -115,6 +116,30 @@ def resume(mesh: Mesh, folder: Path) -> dict[str, np.ndarray]:
     return {**run.arrays(), "before": before, "after": after}
 
 
+def modules(mesh: Mesh, folder: Path) -> dict[str, np.ndarray]:
+    """A model of flax nnx whose dropout keys each process has made for itself."""
+    del folder
+    rngs = nnx.Rngs(0)
+    model = nnx.Sequential(nnx.Linear(6, 3, rngs=rngs), nnx.Dropout(0.5, rngs=rngs))
+    tx = optax_ext.sparse_adamw(0.1, density=0.5, axis="data")
+    optimizer = nnx.Optimizer(model, optax_ext.with_mesh(tx, mesh), wrt=nnx.Param)
+
+    @optax_ext.data_parallel
+    def step(model, optimizer, x):
+        loss, gradients = nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(
+            optax_ext.ahead(model, optimizer)
+        )
+        optimizer.update(model, gradients)
+        return loss
+
+    x = np.random.default_rng(0).standard_normal((12, 6), np.float32)
+    rows = NamedSharding(mesh, P("data"))
+    batch = jax.make_array_from_callback(x.shape, rows, lambda index: x[index])
+    losses = [float(step(model, optimizer, batch)) for _ in range(3)]
+    params = jax.tree.map(whole, nnx.as_pure(nnx.state(model, nnx.Param)))
+    return {**leaves("", params), "losses": np.asarray(losses)}
+
+
 def refuse(mesh: Mesh, folder: Path) -> dict[str, np.ndarray]:
     """Mistakes that only several processes can make raise errors."""
     del folder
@@ -131,7 +156,7 @@ def refuse(mesh: Mesh, folder: Path) -> dict[str, np.ndarray]:
     return {}
 
 
-CASES = {f.__name__: f for f in (train, direct, rounds, save, resume, refuse)}
+CASES = {f.__name__: f for f in (train, direct, rounds, save, resume, modules, refuse)}
 
 
 class _Run:

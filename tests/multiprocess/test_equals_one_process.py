@@ -37,6 +37,7 @@ ALWAYS = [
     ("direct", "direct", {}),
     ("rounds", "rounds", {}),
     ("save", "save", {}),
+    ("modules", "modules", {}),
     ("refuse", "refuse", {}),
 ]
 FEW = [*trainings(["ok_topk"], 50), *trainings(["topk_a", "narrow8"], 10), *ALWAYS]

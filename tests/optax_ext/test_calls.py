@@ -122,7 +122,9 @@ def test_a_loss_that_is_averaged_over_the_workers_already():
 @pytest.mark.slow
 def test_a_chain_that_does_not_reduce_the_gradients():
     tx = optax.adam(1e-3)
-    message = r"opt_state has no sparse allreduce.*first in the chain"
+    message = (
+        r"opt_state has no sparse allreduce.*init_state\(tx, params, mesh\).*first in its chain"
+    )
     refused(message, lowered_step, tx=tx, state=tx.init(PARAMS))
     # One of the leaves is passed on as it is.
     parts = {"sparse": optax_ext.topk_a(0.1, axis="data"), "none": optax.identity()}

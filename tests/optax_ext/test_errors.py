@@ -73,6 +73,7 @@ HUGE = jax.ShapeDtypeStruct((2**16, 2**15), jnp.float32)
 SIMULATED = sc.simulate(ok_topk().update, axis="data", axis_size=4, in_axes=(0, None))
 ON_ALL = on_mesh(ok_topk().update, mesh(), P(), P(), check_vma=False)
 STACKED = jax.tree.map(lambda x: jnp.stack([x] * 4), PARAMS)
+SGD = functools.partial(optax_ext.ok_topk_sgd, density=0.1)
 MULTI, ADAM, LOCAL = optax_ext.multi_steps, optax.adam(0.1), optax_ext.scale_by_local_adam
 AHEAD, MONITOR, XI = optax_ext.residual(step_ahead=1.0), optax_ext.Monitor, optax_ext.measure_xi
 CHECK, WATCHDOG = optax_ext.assert_local_gradients(axis="data"), contrib.Watchdog
@@ -83,7 +84,10 @@ WRONG_VALUES = [
     (lambda: ok_topk().init(PARAMS), rf"{UNBOUND}.*init_state\(tx, params, mesh"),
     # Others that may have called init.
     (lambda: ok_topk().init(PARAMS), r"jax\.set_mesh.*TrainState.*nnx\.Optimizer.*with_mesh"),
-    (lambda: ok_topk().update(PARAMS, init(ok_topk())), f"{UNBOUND}.*shard_map.*pmap.*simulate"),
+    (
+        lambda: ok_topk().update(PARAMS, init(ok_topk())),
+        f"{UNBOUND}.*@optax_ext.data_parallel instead of @jax.jit.*shard_map.*pmap.*simulate",
+    ),
     (lambda: DENSE.update(PARAMS, DENSE.init(PARAMS)), UNBOUND),
     (lambda: CHECK.update(PARAMS, ()), UNBOUND),
     (lambda: MULTI(ok_topk(), 2).init(PARAMS), UNBOUND),
@@ -184,6 +188,11 @@ WRONG_TYPES = [
     (lambda: init(INJECTED(density=0.1)), "density must be .*static_args="),
     (lambda: init(BEHIND), "tx must be a sparse allreduce alone"),
     (lambda: MONITOR("logs"), "write must be callable"),
+    (lambda: init(WHOLE, (x for x in PARAMS.values())), r"params is a generator.*list\(params\)"),
+    *(
+        (lambda make=make: make("1e-3", axis="data"), "learning_rate must be a number.*got '1e-3'")
+        for make in (optax_ext.sparse_adamw, optax_ext.sparse_sgd, SGD)
+    ),
 ]
 
 

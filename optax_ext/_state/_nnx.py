@@ -1,0 +1,48 @@
+"""Optimizer states of flax nnx, whose ``nnx.Optimizer`` puts each array into a variable."""
+
+import sys
+from typing import Any
+
+import jax
+
+
+def nnx() -> Any:
+    """The module ``flax.nnx``, if the program has imported it."""
+    return sys.modules.get("flax.nnx")
+
+
+def is_module(x: Any) -> bool:
+    """Whether it is a module of flax nnx, which is a pytree."""
+    return isinstance(x, getattr(nnx(), "Pytree", ()))
+
+
+def arrays(opt_state: Any) -> Any:
+    """The state with arrays instead of variables; of an ``nnx.Optimizer``, its state."""
+    if nnx() is None:
+        return opt_state
+
+    def bare(x: Any) -> Any:
+        return jax.tree.leaves(x)[0] if _is_variable(x) else x
+
+    return jax.tree.map(bare, _state_of(opt_state), is_leaf=_is_variable)
+
+
+def like(opt_state: Any, found: Any) -> Any:
+    """The arrays of ``found``, inside variables where ``opt_state`` has them."""
+    kept, treedef = jax.tree.flatten(_state_of(opt_state), is_leaf=_is_variable)
+    if not any(map(_is_variable, kept)):
+        return found
+
+    def put(old: Any, new: Any) -> Any:
+        return jax.tree.unflatten(jax.tree.structure(old), [new]) if _is_variable(old) else new
+
+    return treedef.unflatten(map(put, kept, jax.tree.leaves(found)))
+
+
+def _state_of(opt_state: Any) -> Any:
+    is_optimizer = isinstance(opt_state, getattr(nnx(), "Optimizer", ()))
+    return opt_state.opt_state if is_optimizer else opt_state
+
+
+def _is_variable(x: Any) -> bool:
+    return isinstance(x, getattr(nnx(), "Variable", ()))
