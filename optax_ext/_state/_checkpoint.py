@@ -148,6 +148,11 @@ def check_metadata(saved: dict[str, Any], opt_state: Any) -> None:
             f"; for another number of workers restore the state of {short(workers)} "
             "with optax_ext.abstract_state(..., sharding=...), then call optax_ext.reshard"
         )
+    elif all(text.partition(":")[0].endswith((".selector", ".allreduce")) for text in causes):
+        advice += (
+            ", or restore the state with these, and give it to optax_ext.reshard(opt_state, "
+            "optax_ext.init_state(tx, params, mesh))"
+        )
     raise ValueError(
         "the checkpoint was saved from another optimizer state:\n  "
         + "\n  ".join(causes[:20])
@@ -221,7 +226,8 @@ def _described(shape: tuple[int, ...], dtype: Any) -> str:
 def _differences(path: str, saved: Any, now: Any):
     if isinstance(saved, dict) and isinstance(now, dict):
         for name in sorted({*saved, *now}, key=str):
-            here = f"{path}.{name}" if path else name
+            # A state that is no part of a chain has an empty path.
+            here = ".".join(filter(None, (path, str(name))))
             yield from _differences(here, saved.get(name), now.get(name))
     elif not equal(saved, now):
         there, here = short(saved), short(now)

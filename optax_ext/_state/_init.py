@@ -1,6 +1,7 @@
 """Makes the state of all workers, on a mesh or on one device, wherever ``init`` is called."""
 
 import math
+import warnings
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, cast
 
@@ -88,6 +89,7 @@ def _made(tx: Any, params: Any, mesh: Any, specs: Any) -> tuple[Any, Any]:
     if reduces:
         _calls.check_axis(_find.axis_of(local), names)
         _whole.check(tx, params, local, names)
+        _warn_of_multi_steps(local)
     specs = _placement.state_specs(local)
     if isinstance(mesh, Mapping):
         states = jax.jit(everywhere)(params)
@@ -110,6 +112,21 @@ def _made(tx: Any, params: Any, mesh: Any, specs: Any) -> tuple[Any, Any]:
     placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), where, is_leaf=_placement.is_spec)
     made = jax.jit(mapped, out_shardings=placed)(_placement.put(params, mesh, given))
     return made, where
+
+
+def _warn_of_multi_steps(state: Any) -> None:
+    """Warns if ``optax.MultiSteps`` is around an allreduce, and saves none of its words."""
+
+    def is_around(node: Any) -> bool:
+        multi = isinstance(node, optax.MultiStepsState)
+        return multi and bool(_find.reductions(node.inner_opt_state))
+
+    if any(map(is_around, jax.tree.leaves(state, is_leaf=is_around))):
+        warnings.warn(
+            "optax.MultiSteps is around the allreduce, which then exchanges at every mini-step. "
+            "Write optax_ext.multi_steps(tx, k) instead, which exchanges once in k mini-steps.",
+            stacklevel=4,
+        )
 
 
 def _on(mesh: Any, state: Any, specs: Any) -> Any:

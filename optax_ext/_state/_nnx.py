@@ -18,13 +18,11 @@ def is_module(x: Any) -> bool:
 
 def arrays(opt_state: Any) -> Any:
     """The state with arrays instead of variables; of an ``nnx.Optimizer``, its state."""
-    if nnx() is None:
-        return opt_state
-
-    def bare(x: Any) -> Any:
-        return jax.tree.leaves(x)[0] if _is_variable(x) else x
-
-    return jax.tree.map(bare, _state_of(opt_state), is_leaf=_is_variable)
+    state = _state_of(opt_state)
+    leaves, treedef = jax.tree.flatten(state, is_leaf=_is_variable)
+    if not any(map(_is_variable, leaves)):
+        return state
+    return treedef.unflatten(jax.tree.leaves(x)[0] if _is_variable(x) else x for x in leaves)
 
 
 def like(opt_state: Any, found: Any) -> Any:

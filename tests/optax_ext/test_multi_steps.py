@@ -101,6 +101,14 @@ def test_a_scalar_parameter_is_an_error_around_optaxs():
     refused(message, optax_ext.init_state, optaxs(reduce(), 2), params, mesh(4))
 
 
+def test_optaxs_around_the_allreduce_is_warned_of():
+    after = optax.chain(reduce(), optaxs(optax.adam(0.1), 2))
+    optax_ext.init_state(after, PARAMS, mesh(4))
+    with pytest.warns(UserWarning, match=r"every mini-step.*optax_ext\.multi_steps\(tx, k\)") as w:
+        optax_ext.init_state(optaxs(after, 2), PARAMS, mesh(4))
+    assert w[0].filename == __file__
+
+
 AROUND = {
     "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
     "conditionally_transform": lambda tx: optax.conditionally_transform(tx, lambda step: step > 1),
