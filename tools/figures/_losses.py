@@ -35,7 +35,9 @@ LATE = {
     "diloco buckets=1 every=30 momentum=0 outer_rate=1": "DiLoCo, H = 30",
     "diloco buckets=1 every=10 momentum=0 outer_rate=1": "DiLoCo, H = 10",
     "PyTorch, PowerSGD(4)": "PyTorch PowerSGD(4)",
+    "powersgd(1) before AdamW": "JAX powersgd(1)",
     "dense, float16": "JAX float16",
+    "dense": "JAX dense",
 }
 DEATHS = {
     "killed one by one": ("workers come back\none by one", OURS),
@@ -46,9 +48,11 @@ DEATHS = {
 
 def _line(one: Timed, shown: str) -> Line:
     """The mean over the seeds, without the loss before the first step."""
+    # Runs that were measured at fewer points than others are left out.
+    points = max(len(run["curve"]["values"]) for run in one.runs)
+    curves = [run["curve"] for run in one.runs if len(run["curve"]["values"]) == points]
     seconds, values = (
-        np.mean([run["curve"][key][1:] for run in one.runs], axis=0)
-        for key in ("seconds", "values")
+        np.mean([curve[key][1:] for curve in curves], axis=0) for key in ("seconds", "values")
     )
     return shown, color_of(one.name), seconds, values
 

@@ -4,6 +4,7 @@ import functools
 import json
 import statistics
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from ._data import DATA, LABELS, Rows, blank_repeats, by, listed, read
@@ -115,18 +116,23 @@ table_loss_after_minutes_late = functools.partial(
 
 
 def table_loss_after_minutes_later() -> Rows:
-    """Over a slower link, and with more workers."""
-    cases = {
-        "20 Mbit/s, 150 ms; 4": ("20mbit+150ms", 4),
-        "100 Mbit/s, 50 ms; 8": ("100mbit+50ms", 8),
-    }
-    return blank_repeats(
-        [
-            [shown, *row]
-            for shown, (link, workers) in cases.items()
-            for row in loss_after_minutes(link, "learning_late.jsonl", workers)
-        ]
-    )
+    """Over a slower link, and with more workers: a column for each, with the mean and the seeds."""
+    cases = ("20mbit+150ms", 4), ("100mbit+50ms", 8), ("20mbit+150ms", 8)
+    columns = [
+        {x.shown: x for x in losses_by_time(link, "learning_late.jsonl", workers)}
+        for link, workers in cases
+    ]
+    shown = [x for x in LABELS["loss_after_minutes"].values() if any(x in of for of in columns)]
+    return [[x, *(_beside(of.get(x), of.values()) for of in columns)] for x in shown]
+
+
+def _beside(one: Timed | None, others: Iterable[Timed]) -> str:
+    """The mean of a contestant, how far it is above the lowest one, and each seed."""
+    if one is None:
+        return ""
+    lowest = min(x.mean for x in others)
+    above = f", +{100 * (one.mean / lowest - 1):.1f} %" if one.mean > lowest else ""
+    return f"{one.mean:.3f}{above} ({listed((run['value'] for run in one.runs), 3)})"
 
 
 def loss_in_rounds(file: str) -> Rows:
