@@ -9,7 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ..tables._data import by, read
-from ..tables._learning import Timed, losses_by_bytes, losses_by_time
+from ..tables._learning import losses_by_bytes
+from ..tables._minutes import Timed, losses_by_time
 from ._style import (
     DENSE,
     LOSS,

@@ -17,13 +17,13 @@ from functools import partial
 
 from benchmarks._common import options
 
-from . import _learning, _links, _predicted, _printed, _timed, _trainings, _words
+from . import _learning, _links, _minutes, _predicted, _printed, _timed, _trainings, _words
 from ._data import LABELS, ROOT, printed, written
 
 MADE = {name: partial(printed, name) for names in LABELS["printed"].values() for name in names}
 MADE |= {
     name.removeprefix("table_"): function
-    for module in (_learning, _links, _predicted, _printed, _timed, _trainings, _words)
+    for module in (_learning, _links, _minutes, _predicted, _printed, _timed, _trainings, _words)
     for name, function in vars(module).items()
     if name.startswith("table_")
 }

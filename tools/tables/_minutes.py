@@ -1,0 +1,120 @@
+"""Loss after the same seconds over links: `benchmarks.learning.time`."""
+
+import functools
+import statistics
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from ._data import LABELS, Rows, by, listed, read
+from ._learning import END, runs
+
+LINKS = ("100mbit", "1gbit")
+# One seed was run later at this learning rate; the others are the better of two for three seeds.
+LATER, LARGER = 0.0015, 0.006
+
+
+def _over_links(later: bool = False) -> dict[Any, Any]:
+    rows = read("learning_links.json")["rows"]
+    return by((row for row in rows if (row["rate"] == LATER) == later), "method", "link")
+
+
+def table_loss_over_links() -> Rows:
+    """Every seed, and the steps that were taken."""
+    found, later, rows = _over_links(), _over_links(later=True), []
+    for name, shown in LABELS["loss_over_links"].items():
+        bold = "**" if name == "sparse_adamw" else ""
+        cells = [f"{bold}{shown}{bold}"]
+        for row in (found[name, link] for link in LINKS):
+            star = " *" if row["rate"] == LARGER else ""
+            cells += [f"{bold}{listed(row['losses'], 3)}{bold}{star}", str(row["steps"])]
+        each = [
+            listed(later[name, x]["losses"][:1], 3) if (name, x) in later else "" for x in LINKS
+        ]
+        rows.append([*cells, *each])
+    return rows
+
+
+class Timed(NamedTuple):
+    """A contestant of the losses by time, at its best learning rate.
+
+    The best has the lowest mean, of the learning rates that all seeds were run with.
+
+    Attributes:
+      name: its name in the benchmark.
+      shown: its name in the manual.
+      rate: of learning.
+      edge: whether it is the smallest or the largest of more than two that were tried.
+      mean: of the losses.
+      runs: one for each seed.
+    """
+
+    name: str
+    shown: str
+    rate: float
+    edge: bool
+    mean: float
+    runs: list[dict[str, Any]]
+
+
+def losses_by_time(link: str, file: str, workers: int = 4) -> list[Timed]:
+    """Two minutes over a link, in the order of the table."""
+    contestants = []
+    for name, shown in LABELS["loss_after_minutes"].items():
+        found = runs(file, contestant=name, task="text", link=link, workers=workers)
+        if not found:
+            continue
+        rates = sorted({run["rate"] for run in found})
+        seeds = len({run["seed"] for run in found})
+        of_rate = {rate: [run for run in found if run["rate"] == rate] for rate in rates}
+        means = {
+            rate: statistics.mean(run["value"] for run in at)
+            for rate, at in of_rate.items()
+            if len(at) == seeds
+        }
+        rate = min(means, key=lambda rate: means[rate])
+        # Both of two are at an end.
+        edge = len(rates) > 2 and rate in (rates[0], rates[-1])
+        contestants.append(Timed(name, shown, rate, edge, means[rate], of_rate[rate]))
+    return contestants
+
+
+def loss_after_minutes(link: str, file: str = "learning_time.jsonl", workers: int = 4) -> Rows:
+    """Two minutes over a link: every seed, and how far the mean is above the first."""
+    found = losses_by_time(link, file, workers)
+    rows = []
+    for one in found:
+        steps = round(statistics.mean(run["steps"] for run in one.runs))
+        megabytes = statistics.mean(run["received"] for run in one.runs) / 1e6
+        above = f"{100 * (one.mean / found[0].mean - 1):.1f} %" if rows else ""
+        each = listed((run["value"] for run in one.runs), 3)
+        rate = f"{one.rate:g}{END if one.edge else ''}"
+        rows.append([one.shown, rate, f"{one.mean:.3f}", above, each, f"{steps:,}"])
+        rows[-1].append(f"{megabytes:.2f}")
+    return rows
+
+
+table_loss_after_minutes = functools.partial(loss_after_minutes, "100mbit")
+table_loss_after_minutes_1gbit = functools.partial(loss_after_minutes, "1gbit")
+table_loss_after_minutes_late = functools.partial(
+    loss_after_minutes, "100mbit+50ms", "learning_late.jsonl"
+)
+
+
+def table_loss_after_minutes_later() -> Rows:
+    """Over a slower link, and with more workers: a column for each, with the mean and the seeds."""
+    cases = ("20mbit+150ms", 4), ("100mbit+50ms", 8), ("20mbit+150ms", 8)
+    columns = [
+        {x.shown: x for x in losses_by_time(link, "learning_late.jsonl", workers)}
+        for link, workers in cases
+    ]
+    shown = [x for x in LABELS["loss_after_minutes"].values() if any(x in of for of in columns)]
+    return [[x, *(_compared(of.get(x), of.values()) for of in columns)] for x in shown]
+
+
+def _compared(one: Timed | None, others: Iterable[Timed]) -> str:
+    """The mean of a contestant, how far it is above the lowest one, and each seed."""
+    if one is None:
+        return ""
+    lowest = min(x.mean for x in others)
+    above = f", +{100 * (one.mean / lowest - 1):.1f} %" if one.mean > lowest else ""
+    return f"{one.mean:.3f}{above} ({listed((run['value'] for run in one.runs), 3)})"
