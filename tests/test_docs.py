@@ -25,7 +25,7 @@ from sparse_collectives.__main__ import main as plan
 from sparse_collectives.planner import _steps
 from sparse_collectives.transport import _direct
 from tests.optax_ext.helpers import DOCS, mesh, programs_of
-from tools.tables import _learning, _links
+from tools.tables import _learning, _links, _minutes
 from tools.tables.__main__ import main as tables
 from tools.tables._data import table_of
 
@@ -298,7 +298,7 @@ def test_the_numbers_of_the_readme_are_those_of_the_data():
     assert f"{low_1:.1f} to {high_1:.1f} times at 1 Gbit/s; {small:.1f} times for" in text
     assert f"was {low_1:.1f} to {high_1:.1f} times as fast as dense" in _MEASURED_SHARING
     for link, owner in (("100mbit", "PyTorch's "), ("1gbit", "")):
-        rows = {row[0]: row[2] for row in _learning.loss_after_minutes(link)}
+        rows = {row[0]: row[2] for row in _minutes.loss_after_minutes(link)}
         ours, low_rank = rows["`sparse_adamw`"], [rows[x] for x in rows if "PowerSGD" in x]
         half, dense = rows["PyTorch: float16"], rows["PyTorch: dense (DDP)"]
         assert f"{ours}; {owner}PowerSGD {low_rank[0]} to {low_rank[-1]}, " in text
