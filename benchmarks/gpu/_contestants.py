@@ -25,6 +25,8 @@ from ._hlo import parse
 from ._paths import lightest
 
 AXIS = "data"
+# Options of XLA, by name.
+Compiler = dict[str, Any] | None
 # The width of matrices as in a transformer, and the most entries of one.
 _WIDTH, _MATRIX = 1024, 2**22
 # The steps, the dense baseline first, and their contestants if those have other names.
@@ -87,29 +89,33 @@ def gradients(size: int, seed: int = 0) -> list[jax.Array]:
     return made
 
 
-def stateless(function: Callable[[Any], Any], data: Sequence[jax.Array]) -> Run:
+def stateless(
+    function: Callable[[Any], Any], data: Sequence[jax.Array], compiler: Compiler = None
+) -> Run:
     """A run of a function without state."""
-    compiled = jax.jit(function).lower(data[0]).compile()
+    compiled = jax.jit(function).lower(data[0]).compile(compiler)
     return Run(compiled, lambda turn: compiled(data[turn % len(data)]))
 
 
-def selection(selector: Selector, data: Sequence[jax.Array]) -> Run:
+def selection(selector: Selector, data: Sequence[jax.Array], compiler: Compiler = None) -> Run:
     """A run of a selector, which passes on its state."""
 
     def select(x: jax.Array, state: Any) -> tuple[Any, Any]:
         coo, state, info = selector.select(x, state)
         return (coo, info), state
 
-    return _stepping(select, data, selector.init(layout(data[0].size)))
+    return _stepping(select, data, selector.init(layout(data[0].size)), compiler=compiler)
 
 
-def step(made: Contestant, density: float, data: Sequence[jax.Array]) -> Run:
+def step(
+    made: Contestant, density: float, data: Sequence[jax.Array], compiler: Compiler = None
+) -> Run:
     """``tx.update`` of one worker."""
     mesh = Mesh(np.array(jax.devices()[:1]), (AXIS,), axis_types=(AxisType.Auto,))
     tx, params = made.make(density, AXIS), shaped(made, jnp.zeros_like(data[0]))
     state = optax_ext.init_state(tx, params, mesh)
     stream = [jax.tree.map(lambda g: g[None], shaped(made, x)) for x in data]
-    return _stepping(map_update(tx, state, mesh), stream, state, params)
+    return _stepping(map_update(tx, state, mesh), stream, state, params, compiler=compiler)
 
 
 def simulated(made: Contestant, density: float, data: Sequence[jax.Array], workers: int) -> Run:
@@ -133,9 +139,16 @@ def shaped(made: Contestant, vector: jax.Array) -> Any:
     return [x.reshape(s) for x, s in zip(jnp.split(vector, ends), shapes)]
 
 
-def _stepping(update: Callable[..., Any], stream: Sequence[Any], state: Any, *params: Any) -> Run:
+def _stepping(
+    update: Callable[..., Any],
+    stream: Sequence[Any],
+    state: Any,
+    *params: Any,
+    compiler: Compiler = None,
+) -> Run:
     """A run that calls ``update`` with the next element of the stream and the donated state."""
-    compiled = jax.jit(update, donate_argnums=1).lower(stream[0], state, *params).compile()
+    lowered = jax.jit(update, donate_argnums=1).lower(stream[0], state, *params)
+    compiled = lowered.compile(compiler)
     # The arrays of an initial state may share a buffer, which can't be donated twice.
     held = [jax.tree.map(jnp.array, state)]
 

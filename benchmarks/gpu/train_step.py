@@ -110,14 +110,14 @@ class Contestant:
         self.state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) / entries
         self._lowered, self._held = step.lower(params, state, batch), (params, state)
 
-    def compile(self) -> None:
-        """Compiles the step; several threads may do so for several steps."""
-        self._step = self._lowered.compile()
-        self.temporary_bytes = self._step.memory_analysis().temp_size_in_bytes
+    def compile(self, compiler: dict[str, Any] | None = None) -> None:
+        """Compiles the step, with options of XLA; several threads may do so for several steps."""
+        self.compiled = self._lowered.compile(compiler)
+        self.temporary_bytes = self.compiled.memory_analysis().temp_size_in_bytes
 
     def __call__(self, batch: Batch) -> jax.Array:
         """Takes a step, and returns its loss before it is ready."""
-        *held, value = self._step(*self._held, batch)
+        *held, value = self.compiled(*self._held, batch)
         self._held = tuple(held)
         return value
 
