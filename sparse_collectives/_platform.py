@@ -19,7 +19,7 @@ from sparse_collectives import _validation
 
 GPU, PORTABLE = "gpu", "portable"
 # With more comparisons a binary search is faster on a GPU as well.
-_COMPARISONS = 1 << 28
+_COMPARISONS = 1 << 25
 # Recomputing fewer entries costs less than a branch.
 _FEW = 1 << 14
 _forced: contextvars.ContextVar[str | None] = contextvars.ContextVar("form", default=None)
@@ -79,16 +79,17 @@ def places(ascending: jax.Array, queries: jax.Array, *, side: str = "left") -> j
     """``jnp.searchsorted`` of ``queries [...]`` in ``ascending [m]``, ``i32[...]``.
 
     This is a binary search. On a GPU, a few queries are compared with all entries at once, since
-    each step of a search is a launch.
+    each step of a loop is a launch, and of more queries the steps are unrolled.
     """
-    binary = functools.partial(_binary, side=side)
-    if ascending.shape[0] * queries.size > _COMPARISONS:
-        return binary(ascending, queries)
-    return by_platform(binary, functools.partial(_counted, side=side), ascending, queries)
+    loop = functools.partial(_binary, side=side, method="scan")
+    few = ascending.shape[0] * queries.size <= _COMPARISONS
+    unrolled = functools.partial(_binary, side=side, method="scan_unrolled")
+    at_once = functools.partial(_counted, side=side) if few else unrolled
+    return by_platform(loop, at_once, ascending, queries)
 
 
-def _binary(ascending: jax.Array, queries: jax.Array, *, side: str) -> jax.Array:
-    return jnp.searchsorted(ascending, queries, side=side, method="scan").astype(jnp.int32)
+def _binary(ascending: jax.Array, queries: jax.Array, *, side: str, method: str) -> jax.Array:
+    return jnp.searchsorted(ascending, queries, side=side, method=method).astype(jnp.int32)
 
 
 def _counted(ascending: jax.Array, queries: jax.Array, *, side: str) -> jax.Array:

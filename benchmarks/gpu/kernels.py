@@ -41,7 +41,8 @@ from ._hlo import parse
 from ._paths import alone, lightest
 
 SIZE, LARGE, DENSITY = 14_700_000, 100_000_000, 0.01
-_CALLS, _ROUNDS, _WARM_UP = 10, 9, 12
+# The thresholds of a new state take some tens of steps to settle.
+_CALLS, _ROUNDS, _WARM_UP = 10, 9, 40
 # A graph of fewer operations is not made.
 _NO_GRAPHS = {"xla_gpu_graph_min_graph_size": 1_000_000}
 # What the planner reckons with.

@@ -13,6 +13,7 @@ import optax
 
 from optax_ext._step import _accumulation, _layout, _sparse_state
 from sparse_collectives import AxisName, _compat
+from sparse_collectives._platform import by_platform
 
 
 def ravel(tree: Any, layout: _layout.TreeLayout) -> tuple[jax.Array, jax.Array]:
@@ -144,8 +145,10 @@ def loaded(
     # In the shape of the state, so that XLA writes in place if the state is donated.
     before, step = _sparse_state.with_lead(gradients), jax.vmap(tx.update)
     made = iter(_sparse_state.without_lead(step(before, state)[0]))
-    # Computed again for the choice between new and old state: a shared result is written twice.
-    state_after = step(jax.lax.optimization_barrier(before), state)[1]
+    # A CPU computes the moments again for the choice between new and old state: it would write a
+    # shared result twice. On a GPU the gradients would then be written as one more buffer.
+    again = by_platform(jax.lax.optimization_barrier, lambda x: x, before)
+    state_after = step(again, state)[1]
     # All increments are finite if the increment of the largest gradient is.
     largest = [jnp.full_like(x[:, :1], _accumulation.LARGEST_GRADIENT) for x in before]
     probed: Any = step(largest, _first_of(state))[0]

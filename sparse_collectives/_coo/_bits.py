@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from sparse_collectives._platform import by_platform
+
 MAGNITUDE_BITS = 31
 # The pattern of infinity: finite magnitudes are below it, and NaN is above.
 INFINITY_BITS = 0x7F800000
@@ -37,12 +39,24 @@ def magnitude_from_bits(bits: jax.Array) -> jax.Array:
 
 def pack_mask(mask: jax.Array) -> jax.Array:
     """Packs ``bool[32 * w]`` into ``u32[w]``; bit b of word i is entry ``32 i + b``."""
+    return by_platform(_pack_by_words, _pack_by_bytes, mask)
+
+
+def _pack_by_words(mask: jax.Array) -> jax.Array:
     # With two minor dimensions XLA's CPU backend vectorizes the reduction, and the pass over n
     # runs at memory speed, twice as fast as with one dimension.
     weights = (jnp.uint32(1) << jnp.arange(32, dtype=jnp.uint32)).reshape(4, 8)
     blocks = mask.reshape(-1, 4, 8)
     zero = jnp.uint32(0)
     return jnp.sum(jnp.where(blocks, weights, zero), axis=(1, 2), dtype=jnp.uint32)
+
+
+def _pack_by_bytes(mask: jax.Array) -> jax.Array:
+    # Rows of 8 take a GPU three quarters of the time of rows of 32.
+    weights = jnp.uint32(1) << jnp.arange(8, dtype=jnp.uint32)
+    rows = jnp.where(mask.reshape(-1, 8), weights, jnp.uint32(0))
+    bytes_ = jnp.sum(rows, axis=1, dtype=jnp.uint32).astype(jnp.uint8)
+    return lax.bitcast_convert_type(bytes_.reshape(-1, 4), jnp.uint32)
 
 
 def mask_words(mask_of, size: int) -> jax.Array:

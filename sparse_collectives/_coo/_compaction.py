@@ -6,8 +6,6 @@ runs over n / 32 words; each output slot finds its word by a running sum or a
 binary search, and its bit by halving. The indices come out ascending.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
@@ -15,7 +13,7 @@ from sparse_collectives import _hash
 from sparse_collectives._coo import _bits, _bitset
 from sparse_collectives._coo._running import running_sum
 from sparse_collectives._data import PaddedCOO, take
-from sparse_collectives._platform import by_platform, places
+from sparse_collectives._platform import places
 
 # With fewer slots than 1/16 of the words, a binary search finds the word of each slot.
 _SLOTS_PER_WORD = 16
@@ -47,21 +45,7 @@ def set_positions(
     start = wrapped = jnp.zeros_like(count)
     if turn is not None:
         start, wrapped = window(count, capacity, turn)
-    positions = functools.partial(_by_slot, capacity=capacity, size=size)
-    scattered = functools.partial(_by_position, capacity=capacity, size=size)
-    return by_platform(positions, scattered, words, inclusive, start, wrapped), count
-
-
-def _by_slot(
-    words: jax.Array,
-    inclusive: jax.Array,
-    start: jax.Array,
-    wrapped: jax.Array,
-    *,
-    capacity: int,
-    size: int,
-) -> jax.Array:
-    """Each slot finds its word and its bit; the work is over slots and words alone."""
+    # Each slot finds its word and its bit; the work is over slots and words alone.
     slot = jnp.arange(capacity, dtype=jnp.int32)
     rank = jnp.where(slot < wrapped, slot, start + slot - wrapped)
     if capacity < words.shape[0] // _SLOTS_PER_WORD:
@@ -69,29 +53,7 @@ def _by_slot(
     else:
         word = _word_of_slot(inclusive, capacity, start, wrapped)
     position = _position_in_word(words, inclusive, word, rank)
-    return jnp.where(rank < inclusive[-1], position, size)
-
-
-def _by_position(
-    words: jax.Array,
-    inclusive: jax.Array,
-    start: jax.Array,
-    wrapped: jax.Array,
-    *,
-    capacity: int,
-    size: int,
-) -> jax.Array:
-    """Each position finds its slot: one kernel of n threads, few of which write."""
-    bit = jnp.arange(32, dtype=jnp.uint32)[None]
-    is_set = (words[:, None] >> bit) & 1
-    below = _bits.popcount(words[:, None] & ((jnp.uint32(1) << bit) - 1))
-    rank = (inclusive - _bits.popcount(words))[:, None] + below
-    slot = slot_of_rank(rank, start, wrapped, capacity)
-    position = jnp.arange(words.shape[0] * 32, dtype=jnp.int32).reshape(-1, 32)
-    # Unsigned, because jax tests for each signed index whether it counts from the end.
-    slot = jnp.where(is_set == 1, slot, capacity).astype(jnp.uint32)
-    empty = jnp.full((capacity,), size, jnp.int32)
-    return empty.at[slot.reshape(-1)].set(position.reshape(-1), mode="drop")
+    return jnp.where(rank < count, position, size), count
 
 
 def _word_of_slot(

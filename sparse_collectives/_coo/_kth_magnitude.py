@@ -27,7 +27,7 @@ _SAMPLE_SIZE = 1 << 16
 _SAMPLE_HITS = 256
 # For vectors of up to so many entries, the bits that a GPU fixes in one pass: with few entries a
 # launch costs more than the comparisons.
-_WIDTHS = ((1 << 15, 11), (1 << 19, 8), (1 << 31, 4))
+_WIDTHS = ((1 << 17, 8), (1 << 20, 6), (1 << 22, 4), (1 << 31, 2))
 _NONE = 0x7FFFFFFF
 # Passes that interpolate before bisection takes over.
 _STRAIGHT = 16

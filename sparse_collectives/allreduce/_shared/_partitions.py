@@ -59,6 +59,8 @@ class Partitions(NamedTuple):
 
     def take(self, vector: jax.Array, partition: jax.Array) -> jax.Array:
         """The entries ``f[width]`` of a partition of ``vector f[n]``, zeros in empty places."""
+        if self.workers == 1:
+            return vector
 
         def blocks_of(vector: jax.Array, partition: jax.Array) -> jax.Array:
             blocks = vector[: self._dealt].reshape(self.rounds, self.workers, self.block)
