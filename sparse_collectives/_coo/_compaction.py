@@ -8,12 +8,13 @@ binary search, and its bit by halving. The indices come out ascending.
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from sparse_collectives import _hash
 from sparse_collectives._coo import _bits, _bitset
 from sparse_collectives._coo._running import running_sum
 from sparse_collectives._data import PaddedCOO, take
-from sparse_collectives._platform import places
+from sparse_collectives._platform import by_platform, places
 
 # With fewer slots than 1/16 of the words, a binary search finds the word of each slot.
 _SLOTS_PER_WORD = 16
@@ -61,14 +62,25 @@ def _word_of_slot(
 ) -> jax.Array:
     """The word of each slot, which is the number of words that end before the slot.
 
-    Each word is counted at the first slot after its last bit. A running sum is cheaper than
-    the running maximum of marks.
+    Each word ends at the first slot after its last bit.
     """
     behind = wrapped + jnp.maximum(inclusive - start, 0)
     ends = jnp.where(inclusive < wrapped, inclusive, behind)
-    # All words that end in one slot are counted there.
-    marks = jnp.zeros((capacity,), jnp.int32).at[ends.astype(jnp.uint32)].add(1, mode="drop")
-    return running_sum(marks)
+
+    def by_sum(ends: jax.Array) -> jax.Array:
+        # A CPU takes longer for a running maximum. All words that end in one slot are counted.
+        marks = jnp.zeros((capacity,), jnp.int32)
+        return running_sum(marks.at[ends.astype(jnp.uint32)].add(1, mode="drop"))
+
+    def by_maximum(ends: jax.Array) -> jax.Array:
+        # On a GPU additions to one slot would take turns, so only the last of them writes.
+        number = jnp.arange(1, ends.shape[0] + 1, dtype=jnp.int32)
+        is_last = ends != jnp.append(ends[1:], capacity)
+        slot = jnp.where(is_last, ends, capacity + number).astype(jnp.uint32)
+        marks = jnp.zeros((capacity,), jnp.int32)
+        return lax.cummax(marks.at[slot].set(number, mode="drop", unique_indices=True))
+
+    return by_platform(by_sum, by_maximum, ends)
 
 
 def nth_position(words: jax.Array, rank: jax.Array) -> tuple[jax.Array, jax.Array]:
