@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -62,10 +62,6 @@ class Measured(NamedTuple):
     def network(self) -> Network:
         """The network with this latency and bandwidth."""
         return Network(self.latency, BYTES_PER_WORD / self.bandwidth)
-
-    def as_dict(self) -> dict[str, Any]:
-        """The content of a JSON file, of which the planner reads ``latency`` and ``bandwidth``."""
-        return {**self._asdict(), "samples": [sample._asdict() for sample in self.samples]}
 
 
 def fit(samples: Sequence[Sample]) -> tuple[float, float]:

@@ -1,6 +1,7 @@
 """Reads a file of `measure --json` for `plan --measured`."""
 
 import json
+import math
 from typing import NamedTuple
 
 from sparse_collectives import _units
@@ -28,6 +29,16 @@ class MeasuredFile(NamedTuple):
     bandwidth: float
     error: float | None
 
+    def named(self, field: str) -> tuple[str, float]:
+        """A number of the network, after its name in an error message."""
+        value = getattr(self, field)
+        if value == math.inf:
+            raise ValueError(
+                f"{field} in --measured {self.file} must be finite, got {value}: no time grew with "
+                f"the size when it was measured. Pass --{field}."
+            )
+        return f"{field} in --measured {self.file}", value
+
 
 def read(file: str) -> MeasuredFile:
     """Reads a file that `measure --json` wrote.
@@ -38,37 +49,34 @@ def read(file: str) -> MeasuredFile:
     """
     with open(file, "rb") as stream:
         content = stream.read(_LONGEST_FILE + 1)
-    hint = "Write it with 'measure --json'."
+    where, hint = f"--measured {file}", "Write it with 'measure --json'."
     if len(content) > _LONGEST_FILE:
-        raise ValueError(f"--measured {file} must be at most 1 MiB long, and is longer. {hint}")
+        raise ValueError(f"{where} must be at most 1 MiB long, and is longer. {hint}")
     try:
         found = json.loads(content)
     # A nesting too deep for the parser is a RecursionError.
     except (ValueError, RecursionError):
-        raise ValueError(
-            f"--measured {file} must hold JSON, and cannot be read as such. {hint}"
-        ) from None
+        raise ValueError(f"{where} must hold JSON, and cannot be read as such. {hint}") from None
     if not isinstance(found, dict):
         raise ValueError(
-            f"--measured {file} must hold a JSON object with 'latency' and 'bandwidth', got "
+            f"{where} must hold a JSON object with 'latency' and 'bandwidth', got "
             f"{_units.shown(found)}. {hint}"
         )
     for name in ("latency", "bandwidth"):
         if name not in found:
-            raise ValueError(f"--measured {file} has no {name!r}. {hint}")
+            raise ValueError(f"{where} has no {name!r}. {hint}")
     error = found.get("error")
-    numbers = [("latency", found["latency"]), ("bandwidth", found["bandwidth"])]
-    for name, value in numbers if error is None else [*numbers, ("error", error)]:
+    numbers = MeasuredFile(file, found["latency"], found["bandwidth"], error)
+    for name, value in list(numbers._asdict().items())[1 : 3 if error is None else 4]:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ValueError(
-                f"{name} in --measured {file} must be a number, got {_units.shown(value)}. {hint}"
-            )
+            shown = _units.shown(value)
+            raise ValueError(f"{name} in {where} must be a number, got {shown}. {hint}")
     if error is not None and not 0 <= error <= _WORST_ERROR:
         raise ValueError(
-            f"error in --measured {file} must be a share of at least 0, such as 0.05, got "
+            f"error in {where} must be a share of at least 0, such as 0.05, got "
             f"{_units.shown(error)}. {hint}"
         )
-    return MeasuredFile(file, found["latency"], found["bandwidth"], error)
+    return numbers
 
 
 def warnings(error: float | None) -> list[str]:

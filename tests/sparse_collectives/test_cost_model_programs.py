@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import sparse_collectives as sc
 from sparse_collectives import cost_model, traffic
 from sparse_collectives.allreduce._shared import _halving
-from sparse_collectives.cost_model import Workload, _implementation
+from sparse_collectives.cost_model import Workload, _formulas
 from sparse_collectives.cost_model._types import log2_rounds
 from tests.sparse_collectives import helpers, table
 from tests.sparse_collectives.test_cost_model import TWO_LEVELS
@@ -140,7 +140,7 @@ def test_words_and_messages_are_those_of_the_traced_program(name, codec, point):
             if "ok_topk" in name:
                 # The sum over the node is in the scope of the code that needs it.
                 nodes = Workload(-(-n // inner), max(1, round(k / inner)), workers // inner)
-                least, _, most = _implementation.ok_topk_flags(nodes)
+                least, _, most = _formulas.ok_topk_flags(nodes)
                 told = least if bound == "lower" else most
                 outer -= 2 * told * (load.inner_size - 1) / load.inner_size
             inside = measured.words - outer

@@ -4,16 +4,13 @@ import json
 import re
 import subprocess
 import sys
-import tomllib
-from pathlib import Path
 
 import pytest
 
 import sparse_collectives as sc
 from sparse_collectives.__main__ import main
-from sparse_collectives.planner import _steps
+from sparse_collectives.planner import _same_loss
 
-ROOT = Path(__file__).parents[2]
 SLOW = ["--params", "10M", "--density", "0.01", "--workers", "16"]
 SLOW += ["--latency", "5us", "--bandwidth", "100Mbit"]
 
@@ -85,25 +82,6 @@ def test_expansion_shortens_what_fills_in(capsys, tmp_path):
         assert (words[1] < words[0]) == shorter
 
 
-def test_a_plot_or_what_to_install_for_it(capsys, tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    file = tmp_path / "plan.png"
-    run(capsys, *SLOW, "--plot", str(file))
-    assert file.read_bytes().startswith(b"\x89PNG")
-    for name in ("plan.xyz", "no/such/folder/plan.png"):
-        error = fails(capsys, "plan", *SLOW, "--plot", str(tmp_path / name))
-        assert "--plot must be a file that can be written, such as plan.png, got" in error
-    # None in sys.modules is how Python marks a module as one that cannot be imported.
-    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    error = fails(capsys, "plan", *SLOW, "--plot", str(file))
-    assert "pip install 'sparse-collectives[examples]'" in error
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    packages = project["optional-dependencies"]["examples"]
-    assert any(package.startswith("matplotlib") for package in packages)
-
-
 # Each option, with values whose last word is wrong.
 WRONG = {
     "--density": ("0", "1.5", "one", "1"),
@@ -126,7 +104,7 @@ OTHERS_SAY = ("expected one argument", "No such file", "unrecognized", "are of t
 
 
 @pytest.mark.parametrize("option", WRONG)
-def test_a_bad_argument_is_one_line(capsys, option):
+def test_bad_argument_is_one_line(capsys, option):
     for value in WRONG[option]:
         given = value.split(" ")
         error = fails(capsys, "plan", *SLOW, option, *given)
@@ -175,7 +153,7 @@ def test_steps_from_a_file_and_as_measured(tmp_path, capsys):
     call[call.index("0.01")] = "0.05"
     text = run(capsys, *call, "--same-loss")
     assert "Use agreed(few)" in text
-    assert f"{_steps.MEASURED['agreed(few)'][8, 0.05]:.2f}x" in text
+    assert f"{_same_loss.MEASURED['agreed(few)'][8, 0.05]:.2f}x" in text
     assert "left out, without a number of steps: topk_a" in text
     for content, error in (("[1]", "must hold an object"), ("{", "is no JSON")):
         file.write_text(content)
@@ -183,5 +161,5 @@ def test_steps_from_a_file_and_as_measured(tmp_path, capsys):
     # The nearest case by ratios, and None if no case is near.
     cases = {(4, 0.01): 1.0, (16, 0.01): 2.0, (16, 0.015): 3.0}
     near = [(7, 0.01), (9, 0.011), (9, 0.02), (9, 0.03), (65, 0.01), (64, 0.015)]
-    nearest = [_steps._nearest(cases, *case) for case in near]
+    nearest = [_same_loss._nearest(cases, *case) for case in near]
     assert nearest == [1.0, 2.0, 3.0, None, None, 3.0]

@@ -11,8 +11,9 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from sparse_collectives import _compat
-from sparse_collectives.traffic import _jaxpr
-from sparse_collectives.traffic._report import Traffic
+from sparse_collectives._data import PaddedCOO
+from sparse_collectives.traffic import _program
+from sparse_collectives.traffic._rows import Traffic
 from sparse_collectives.traffic._weights import Weigher
 
 Frequencies = Mapping[str, Sequence[float] | float]
@@ -105,8 +106,6 @@ def of_allreduce(
       ValueError: `size` or `capacity` is below 1, `axis` and `axis_size`
         do not match, or as `of_traced`.
     """
-    from sparse_collectives._data import PaddedCOO
-
     for name, value in (("size", size), ("capacity", capacity)):
         if value < 1:
             raise ValueError(f"`{name}` is {value}; pass a number >= 1.")
@@ -185,12 +184,9 @@ def of_traced(
             " jax.make_jaxpr(f)(...) returns."
         )
     weigher = Weigher(*_checked(frequencies), conditional)
-    rows = weigher.weigh(_jaxpr.read(jaxpr))
+    rows = weigher.weigh(_program.read(jaxpr))
     weigher.check_all_used()
     return Traffic(math.fsum(r.words * r.weight for r in rows), tuple(rows))
-
-
-# Arguments.
 
 
 def _axes(axis, axis_size):
@@ -213,17 +209,16 @@ def _checked(
     trips: dict[str, float] = {}
     for name, value in (frequencies or {}).items():
         numeric = isinstance(value, (int, float, np.number))
-        numbers_given = (float(value),) if numeric else tuple(float(x) for x in value)
-        if not all(x >= 0 and math.isfinite(x) for x in numbers_given):
+        numbers = (float(value),) if numeric else tuple(map(float, value))
+        if not all(x >= 0 and math.isfinite(x) for x in numbers):
             raise ValueError(f"`frequencies[{name!r}]` is {value!r}; pass finite numbers >= 0.")
         if numeric:
-            trips[name] = numbers_given[0]
-            continue
-        total = sum(numbers_given)
-        if abs(total - 1) > 1e-6:
+            trips[name] = numbers[0]
+        elif abs(sum(numbers) - 1) > 1e-6:
             raise ValueError(
-                f"`frequencies[{name!r}]` is {value!r} and sums to {total:g}; the weights of the"
-                " branches sum to 1. (For the iterations of a loop pass one number.)"
+                f"`frequencies[{name!r}]` is {value!r} and sums to {sum(numbers):g}; the weights of"
+                " the branches sum to 1. (For the iterations of a loop pass one number.)"
             )
-        weights[name] = numbers_given
+        else:
+            weights[name] = numbers
     return weights, trips

@@ -1,4 +1,4 @@
-"""The walk over a jaxpr, which makes the tree of its collectives."""
+"""Reads the collectives, conditionals and loops of a program from its jaxpr."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import jax
 
 from sparse_collectives import _compat
 from sparse_collectives.traffic._collectives import collective_of
-from sparse_collectives.traffic._tree import Branches, Loop, Node, Scope, shown
-from sparse_collectives.traffic._trip_count import constant, constants_of, trip_count
+from sparse_collectives.traffic._rows import Branches, Loop, Node, Scope, shown
+from sparse_collectives.traffic._trip_count import constants_of, forwarded, trip_count
 
 # These primitives run the one jaxpr among their parameters once.
 _CALLS = {
@@ -34,13 +34,7 @@ _CALLS = {
 
 
 def read(jaxpr: Any) -> list[Node]:
-    """The collectives, conditionals and loops of a program, in its order.
-
-    Args:
-      jaxpr: a closed jaxpr.
-
-    Returns:
-      The tree.
+    """The collectives, conditionals and loops of a closed jaxpr, in its order.
 
     Raises:
       ValueError: as :func:`collective_of`, or a primitive that is not known here
@@ -56,7 +50,7 @@ def _walk(
     arguments: Mapping[int, int],
     used: Sequence[bool] | None,
 ) -> Iterator[Node]:
-    """The nodes of a jaxpr.
+    """The nodes of a jaxpr, with absolute scopes.
 
     Args:
       closed: the jaxpr.
@@ -64,37 +58,32 @@ def _walk(
       axes: the bound mesh axes and their sizes.
       arguments: the constant arguments, by position.
       used: whether each result is used; None: all are.
-
-    Yields:
-      Nodes with absolute scopes.
     """
     jaxpr, constants = _compat.open_jaxpr(closed)
     known = constants_of(jaxpr, constants, arguments)
     for eqn, used_results in _live(jaxpr, used):
         here = scope + _compat.named_scopes(eqn)
-        name = eqn.primitive.name
+        name, params = eqn.primitive.name, eqn.params
+
+        def inside(jaxpr: Any, here: Scope = here) -> list[Node]:
+            return list(_walk(jaxpr, here, axes, {}, None))
+
         if name == "cond":
-            branches = [
-                list(_walk(branch, here, axes, _forwarded(eqn.invars[1:], known), used_results))
-                for branch in eqn.params["branches"]
-            ]
-            yield Branches(here, branches)
+            given = forwarded(eqn.invars[1:], known)
+            branches = (_walk(x, here, axes, given, used_results) for x in params["branches"])
+            yield Branches(here, [list(branch) for branch in branches])
         elif name == "while":
-            condition, body = (
-                list(_walk(eqn.params[part], here, axes, {}, None))
-                for part in ("cond_jaxpr", "body_jaxpr")
-            )
+            condition, body = inside(params["cond_jaxpr"]), inside(params["body_jaxpr"])
             yield Loop(here, trip_count(eqn, known), condition, body)
         elif name == "scan":
-            body = list(_walk(eqn.params["jaxpr"], here, axes, {}, None))
-            yield Loop(here, eqn.params["length"], [], body)
+            yield Loop(here, params["length"], [], inside(params["jaxpr"]))
         elif name in _CALLS:
             inner = {**axes, **_bound_by(eqn)}
-            known_arguments = _forwarded(eqn.invars, known)
+            known_arguments = forwarded(eqn.invars, known)
             yield from _walk(_called(eqn), here, inner, known_arguments, used_results)
         else:
             for unknown in _compat.jaxprs_in(eqn):
-                if any(True for _ in _walk(unknown, here, axes, {}, None)):
+                if inside(unknown):
                     raise ValueError(
                         f"the program holds a {name} in scope {shown(here)} with collectives in"
                         f" it, and the meter can't count how often that primitive of jax"
@@ -123,12 +112,6 @@ def _bound_by(eqn) -> dict[Any, int]:
     if eqn.primitive.name == "xla_pmap":
         return {eqn.params["axis_name"]: eqn.params["global_axis_size"]}
     return {}
-
-
-def _forwarded(values: Sequence[Any], known: Mapping[Any, int]) -> dict[int, int]:
-    """The constants among `values`, by position."""
-    found = ((i, constant(value, known)) for i, value in enumerate(values))
-    return {i: number for i, number in found if number is not None}
 
 
 def _live(jaxpr, used: Sequence[bool] | None) -> list[tuple[Any, list[bool]]]:

@@ -4,28 +4,22 @@ import json
 import math
 from collections.abc import Mapping
 
+from sparse_collectives.cost_model._numbers import NUMBERS
+
 # Stands for the measured factors instead of a file.
 ADAMW = "adamw"
 
-# With ``optax_ext.sparse_adamw`` around each, by workers and density (docs/learning.md,
-# "Steps to the same loss"). They are of one small transformer: an order of magnitude, no promise.
+# By workers and density.
 MEASURED: Mapping[str, Mapping[tuple[int, float], float]] = {
-    "agreed(few)": {
-        (4, 0.05): 1.1,
-        (8, 0.05): 1.0,
-        (16, 0.05): 1.28,
-        (32, 0.05): 1.45,
-        (8, 0.01): 1.87,
-    },
-    # Extrapolated, because it is beyond the range of the dense runs.
-    "ok_topk": {(8, 0.01): 2.12},
+    name: {(workers, density): factor for workers, density, factor in cases}
+    for name, cases in NUMBERS["steps"].items()
 }
 # The measured factors do not apply if workers or density differ by a larger factor.
 _WORKERS, _DENSITY = 4.0, 1.5
 
 
 def read(source: str, workers: int, density: float) -> dict[str, float]:
-    """Factors by the name of an algorithm.
+    """Factors by the name of an algorithm, for so many workers and a density.
 
     Args:
       source: ``ADAMW`` for the measured factors of the nearest case, if one is near; or the
@@ -58,11 +52,11 @@ def _nearest(
 ) -> float | None:
     """The factor of the case with the nearest workers and density; None if it is far."""
 
-    def apart(case: tuple[int, float]) -> tuple[float, float]:
+    def distance(case: tuple[int, float]) -> tuple[float, float]:
         return abs(math.log(case[0] / workers)), abs(math.log(case[1] / density))
 
-    nearest = min(cases, key=lambda case: sum(apart(case)))
-    of_workers, of_density = apart(nearest)
+    nearest = min(cases, key=lambda case: sum(distance(case)))
+    of_workers, of_density = distance(nearest)
     if of_workers > math.log(_WORKERS) or of_density > math.log(_DENSITY):
         return None
     return cases[nearest]

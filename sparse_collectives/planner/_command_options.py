@@ -1,0 +1,216 @@
+"""The options of the planner's commands, each with its help, its default and its check.
+
+A check raises a ValueError that names the option, the value and what to write instead.
+"""
+
+import argparse
+import functools
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from sparse_collectives import _units
+from sparse_collectives.planner import _same_loss
+from sparse_collectives.planner._ways import CPU, GPU, LocalCost
+
+# A ring has a message for each worker: with more workers, its cost alone takes seconds.
+_MOST_WORKERS = 1 << 16
+
+
+class Option(NamedTuple):
+    """An option of a command.
+
+    Attributes:
+      name: its name, without the dashes.
+      metavar: what stands for its value; None for a switch.
+      help: one line, in which {default} stands for the default.
+      check: converts the text of the value, and is given the name of the option for its error;
+        None for a switch or a text.
+      default: the text that stands for an option that is not given; None: it has no value then.
+      said: what is said of the default where it is assumed; None: nothing, not even its name.
+      required: whether it has to be given.
+      alone: the text that stands for an option that is given without a value; None: an error.
+    """
+
+    name: str
+    metavar: str | None
+    help: str
+    check: Callable[[str, str], Any] | None = None
+    default: str | None = None
+    said: str | None = None
+    required: bool = False
+    alone: str | None = None
+
+    def add_to(self, parser: argparse.ArgumentParser) -> None:
+        """Adds it to a parser, which reads its text only."""
+        more: dict[str, Any] = {"required": self.required, "metavar": self.metavar}
+        if self.metavar is None:
+            more = {"action": "store_true"}
+        elif self.alone is not None:
+            more |= {"nargs": "?", "const": self.alone}
+        text = self.help.replace("{default}", str(self.default))
+        parser.add_argument(f"--{self.name}", help=text, **more)
+
+
+def values(options: Iterable[Option], args: argparse.Namespace) -> argparse.Namespace:
+    """The checked values of parsed options, with ``assumed``, the defaults to name."""
+    found, assumed = argparse.Namespace(), list[str]()
+    for option in options:
+        field, name = option.name.replace("-", "_"), f"--{option.name}"
+        value = getattr(args, field)
+        if value is None:
+            value = option.default
+            if option.said is not None:
+                assumed.append(f"{name} {value}{option.said}")
+        if value is not None and option.check is not None:
+            value = option.check(name, value)
+        setattr(found, field, value)
+    found.assumed = assumed
+    return found
+
+
+def _workers(name: str, text: str, examples: str = "16, 256 or 1k") -> int:
+    return _units.count(name, text, most=_MOST_WORKERS, examples=examples)
+
+
+def _density(name: str, text: str) -> float:
+    """A share in (0, 1], except a plain 1, which may mean one percent."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 < found <= 1:
+        shown = _units.shown(text)
+        raise ValueError(f"{name} must be a share in (0, 1], such as 0.01 for 1 %, got {shown}.")
+    if text.strip() == "1":
+        raise ValueError(
+            f"{name} must be 1.0 to send all entries or 0.01 to send 1 %, got 1, which may mean "
+            "either."
+        )
+    return found
+
+
+def _expansion(name: str, text: str) -> tuple[float, int]:
+    """The fill-in ``X@P``: the union of the selections of P workers is X times k."""
+    try:
+        factor, _, count = text.partition("@")
+        found = float(factor), _workers(name, count)
+    except ValueError:
+        found = math.nan, 1
+    if not 1 <= found[0] <= found[1] or found[1] < 2:
+        raise ValueError(
+            f"{name} must be X@P with P >= 2 workers and 1 <= X <= P, such as 3.2@16, got "
+            f"{_units.shown(text)}."
+        )
+    return found
+
+
+def _select_cost(name: str, text: str) -> LocalCost:
+    if text in ("cpu", "gpu"):
+        return CPU if text == "cpu" else GPU
+    seconds = _units.seconds(name, text, form="cpu, gpu or a time such as 0.1ns")
+    return LocalCost(seconds, seconds)
+
+
+_merge_cost = functools.partial(_units.seconds, form="a time such as 0.1ns")
+_sharing = functools.partial(_units.number, least=1, most=_MOST_WORKERS)
+_devices = functools.partial(_workers, examples="4 or 8")
+_timings = functools.partial(_units.count, examples="9 or 100")
+
+PLAN = (
+    Option("params", "N", "gradient components: 133M, 133e6", _units.count, required=True),
+    Option(
+        "density",
+        "D",
+        "share k/n that is sent, in (0, 1] (default {default})",
+        _density,
+        # The default of `optax_ext.sparse_adamw`.
+        default="0.05",
+        said=", the default of sparse_adamw",
+    ),
+    Option("workers", "P", "data-parallel workers", _workers, required=True),
+    Option(
+        "latency",
+        "T",
+        "latency of a message: 5us (default {default})",
+        _units.seconds,
+        default="100us",
+        said="",
+    ),
+    Option(
+        "bandwidth", "B", "bandwidth of a worker while all send: 25Gbit, 3GB/s", _units.bandwidth
+    ),
+    Option("measured", "FILE", "take both from the file of 'measure --json FILE'"),
+    Option(
+        "compute",
+        "T",
+        "forward and backward pass: 300ms (default {default})",
+        _units.seconds,
+        default="0s",
+        said="",
+    ),
+    Option("inner", "G", "workers in a node; adds two-level schemes", _workers, "1"),
+    Option("shard", "M", "devices of a worker that shard its parameters", _workers, "1"),
+    Option("links", "L", "links of a worker, shared by its devices", _workers, "1"),
+    # NVLink is several times as fast, PCIe is slower.
+    Option("inner-latency", "T", "within a node (default {default})", _units.seconds, "2us"),
+    Option(
+        "inner-bandwidth", "B", "within a node (default {default})", _units.bandwidth, "100GB/s"
+    ),
+    Option(
+        "expansion",
+        "X@P",
+        "fill-in: at P workers the union of all selections is X times k (default: uniform)",
+        _expansion,
+    ),
+    Option(
+        "select-cost",
+        "T",
+        "local work per parameter: a time such as 0.1ns, 'cpu' (3ns, measured: the default) "
+        "or 'gpu' (from the launches and bytes of compiled programs)",
+        _select_cost,
+        default="cpu",
+        said="",
+    ),
+    Option(
+        "workers-per-core",
+        "W",
+        "workers that share a core, 2 for four on two cores: their local work takes turns",
+        _sharing,
+        default="1",
+    ),
+    Option("merge-cost", "T", "work per received pair (default: by --select-cost)", _merge_cost),
+    Option("exact", None, "only encodings that round nothing"),
+    Option(
+        "same-loss",
+        "FILE",
+        "compare times to the same loss: with the measured steps of sparse_adamw, or with "
+        "the steps in a JSON file, {algorithm: multiple of the steps of a dense run}",
+        alone=_same_loss.ADAMW,
+    ),
+    Option("all", None, "show every encoding"),
+    Option("json", "FILE", "also write all numbers here"),
+)
+
+ROUNDS = (
+    Option("params", "N", "gradient components: 124M", _units.count, required=True),
+    Option("workers", "P", "sites", _workers, required=True),
+    Option(
+        "latency",
+        "T",
+        "latency of a message between sites: 50ms",
+        _units.seconds,
+        required=True,
+    ),
+    Option("bandwidth", "B", "of a site while all send: 100Mbit", _units.bandwidth, required=True),
+    Option("compute", "T", "forward and backward pass: 500ms", _units.seconds, required=True),
+    Option(
+        "select-cost", "T", "as in 'plan': a time, 'cpu' or 'gpu'", _select_cost, "cpu", said=""
+    ),
+)
+
+MEASURE = (
+    Option("devices", "N", "use N devices (default: all)", _devices),
+    Option("rounds", "R", "timings of each collective", _timings, default="9"),
+    Option("json", "FILE", "write the fit here, for plan --measured"),
+)
