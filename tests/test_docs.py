@@ -20,8 +20,8 @@ from benchmarks._common.processes import ROOT, environment
 from optax_ext._optimizers._common import default_gain
 from optax_ext._state import _find
 from sparse_collectives import cost_model
-from sparse_collectives.cost_model._numbers import NUMBERS
 from sparse_collectives.__main__ import main as plan
+from sparse_collectives.cost_model._numbers import NUMBERS
 from sparse_collectives.planner import _same_loss
 from sparse_collectives.transport import _direct
 from tests.optax_ext.helpers import DOCS, mesh, programs_of
