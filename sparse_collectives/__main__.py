@@ -2,17 +2,18 @@
 
 import argparse
 import contextlib
+import functools
 import json
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from sparse_collectives import _units, cost_model
+from sparse_collectives import cost_model
 from sparse_collectives.cost_model._codecs import CODECS
 from sparse_collectives.cost_model._numbers import NUMBERS
-from sparse_collectives.cost_model._types import BYTES_PER_WORD, Network
+from sparse_collectives.cost_model._types import Network
 from sparse_collectives.planner import _command_options, _measured_file, _report, _same_loss
-from sparse_collectives.planner._exchanges import Plan, plan
+from sparse_collectives.planner._exchanges import plan
 from sparse_collectives.planner._optimizers import plan_optimizers
 from sparse_collectives.planner._slow_links import plan_rounds
 from sparse_collectives.planner._ways import GPU, LocalCost
@@ -29,7 +30,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Command(NamedTuple):
-    run: Callable[[argparse.Namespace, argparse.Namespace], None]
+    run: Callable[[argparse.Namespace], None]
     options: tuple[_command_options.Option, ...]
     help: str
     description: str
@@ -56,73 +57,67 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     command = _COMMANDS[args.command]
     try:
-        command.run(_command_options.values(command.options, args), args)
+        command.run(_command_options.values(command.options, args))
     except (ValueError, OSError) as error:
         parser.error(" ".join(str(error).split()))
     return 0
 
 
-def _plan(given: argparse.Namespace, args: argparse.Namespace) -> None:
-    if given.workers % given.inner:
-        raise ValueError(f"--inner must divide --workers={given.workers}, got {given.inner}.")
-    if given.shard > 1 and given.inner > 1:
+def _plan(given: argparse.Namespace) -> None:
+    workers, inner, devices, links = given.workers, given.inner, given.shard, given.links
+    if workers % inner:
+        raise ValueError(f"--inner must divide --workers={workers}, got {inner}.")
+    if devices > 1 and inner > 1:
         raise ValueError(
-            f"--shard={given.shard} and --inner={given.inner} are of two plans: the workers of a "
-            "node have the same parameters, the devices of a worker have parts of them. Give one "
-            "of them."
+            f"--shard={devices} and --inner={inner} are of two plans: the workers of a node have "
+            "the same parameters, the devices of a worker have parts of them. Give one of them."
         )
-    if given.links > given.shard:
-        raise ValueError(f"--links must be at most --shard={given.shard}, got {given.links}.")
-    network, remarks = _network(given, args)
-    selected = min(given.params, max(1, round(given.density * given.params)))
+    if links > devices:
+        raise ValueError(f"--links must be at most --shard={devices}, got {links}.")
+    network, warnings = _network(given)
     # The devices of a worker exchange their parts at the same time, and share its links.
-    size, selected = -(-given.params // given.shard), -(-selected // given.shard)
+    network = network._replace(seconds_per_word=network.seconds_per_word * devices / links)
+    selected = min(given.params, max(1, round(given.density * given.params)))
+    size, selected = -(-given.params // devices), -(-selected // devices)
     overlap = None
     if given.expansion is not None:
-        factor, workers = given.expansion
-        overlap = cost_model.Overlap(factor * selected, workers)
-    workload = cost_model.Workload(size, selected, given.workers, given.inner, overlap)
-    steps = None
+        expansion, measured = given.expansion
+        overlap = cost_model.Overlap(expansion * selected, measured)
+    workload = cost_model.Workload(size, selected, workers, inner, overlap)
+    local, steps = _local_cost(given), None
     if given.same_loss is not None:
-        steps = _same_loss.read(given.same_loss, given.workers, given.density)
-    local = _local_cost(given)
-
-    def plan_with(local: LocalCost) -> Plan:
-        return plan(
-            workload,
-            network,
-            local=local,
-            compute=given.compute,
-            codecs=[name for name, sizes in CODECS.items() if sizes.exact or not given.exact],
-            names=[
-                name
-                for name, row in cost_model.ALGORITHMS.items()
-                if row.planned and not (row.lossy and given.exact)
-            ],
-            steps=steps,
-        )
-
-    found = plan_with(local)
+        steps = _same_loss.read(given.same_loss, workers, given.density)
+    rows = cost_model.ALGORITHMS.values()
+    with_local = functools.partial(
+        plan,
+        workload,
+        network,
+        compute=given.compute,
+        codecs=[name for name, sizes in CODECS.items() if sizes.exact or not given.exact],
+        names=[row.name for row in rows if row.planned and not (row.lossy and given.exact)],
+        steps=steps,
+    )
+    found = with_local(local=local)
     optimizers = plan_optimizers(
         workload, network, local=local, compute=given.compute, exact=given.exact, steps=steps
     )
     if given.json:
         _write_json(given.json, _report.as_dict(found, optimizers))
-    if args.select_cost is None:
-        other = plan_with(GPU).recommended
+    remarks: list[str] = []
+    if "select_cost" in given.assumed:
+        other = with_local(local=GPU).recommended
         if other.dense != found.recommended.dense:
-            remarks.insert(
-                0,
+            remarks.append(
                 "This holds for workers that select on two CPU cores. With --select-cost gpu the "
-                f"answer is {other.name}, {other.speedup:.2f} times as fast as dense.",
+                f"answer is {other.name}, {other.speedup:.2f} times as fast as dense."
             )
-    if given.shard > 1:
+    remarks += warnings
+    if devices > 1:
         remarks.append(
-            f"all of one of the {given.shard} devices of a worker, which exchange their parts at "
-            f"once over {given.links} link{'s' if given.links > 1 else ''}"
+            f"all of one of the {devices} devices of a worker, which exchange their parts at once "
+            f"over {links} link{'s' if links > 1 else ''}"
         )
     if not local.gpu:
-        # From three runs, in docs/data/network_4*.json, whose workers share cores.
         shared = NUMBERS["shared_cores"]
         adamw, agreed = (f"{shared[x][0]} to {shared[x][1]}" for x in ("sparse_adamw", "agreed"))
         remarks.append(
@@ -140,40 +135,35 @@ def _plan(given: argparse.Namespace, args: argparse.Namespace) -> None:
     print("\n".join([_report.text(found, optimizers, all_codecs=given.all), *remarks]))
 
 
-def _network(given: argparse.Namespace, args: argparse.Namespace) -> tuple[Network, list[str]]:
-    """The links of a worker, of a node if it has several workers, and what to say of them."""
-    latency, bandwidth, remarks = given.latency, given.bandwidth, []
+def _network(given: argparse.Namespace) -> tuple[Network, list[str]]:
+    """The links of a worker, of a node if it has several workers, and warnings of a poor fit."""
+    latency, bandwidth, warnings = given.latency, given.bandwidth, []
     if given.measured is not None:
         measured = _measured_file.read(given.measured)
-        given.assumed = [x for x in given.assumed if not x.startswith("--latency")]
-        if args.latency is None:
-            latency = _units.seconds(*measured.named("latency"))
+        if given.assumed.pop("latency", None):
+            latency, warnings = measured.number("latency"), measured.warnings()
         if bandwidth is None:
-            bandwidth = _units.bandwidth(*measured.named("bandwidth"))
-        if args.latency is None or args.bandwidth is None:
-            remarks = _measured_file.warnings(measured.error)
+            bandwidth, warnings = measured.number("bandwidth"), measured.warnings()
     if bandwidth is None:
         raise ValueError("the network must be given by --bandwidth or --measured.")
-    seconds_per_word = BYTES_PER_WORD / bandwidth * given.shard / given.links
     if given.inner == 1:
-        return Network(latency, seconds_per_word), remarks
-    inner = given.inner_latency, BYTES_PER_WORD / given.inner_bandwidth
-    return Network(latency, seconds_per_word, *inner), remarks
+        return cost_model.network(latency, bandwidth), warnings
+    inner = {"inner_latency": given.inner_latency, "inner_bandwidth": given.inner_bandwidth}
+    return cost_model.network(latency, bandwidth, **inner), warnings
 
 
 def _local_cost(given: argparse.Namespace) -> LocalCost:
-    local: LocalCost = given.select_cost
-    if local.gpu and given.workers_per_core > 1:
+    local, sharing = given.select_cost, given.workers_per_core
+    if local.gpu and sharing > 1:
         raise ValueError(
-            f"--workers-per-core={given.workers_per_core:g} is for workers that select on cores: "
-            "leave it out with --select-cost gpu."
+            f"--workers-per-core={sharing:g} is for workers that select on cores: leave it out "
+            "with --select-cost gpu."
         )
     merge = local.merge if given.merge_cost is None else given.merge_cost
-    return local._replace(sharing=given.workers_per_core, merge=merge)
+    return local._replace(sharing=sharing, merge=merge)
 
 
-def _rounds(given: argparse.Namespace, args: argparse.Namespace) -> None:
-    del args
+def _rounds(given: argparse.Namespace) -> None:
     network = cost_model.network(given.latency, given.bandwidth)
     found = plan_rounds(
         given.params, given.workers, network, compute=given.compute, local=given.select_cost
@@ -184,11 +174,10 @@ def _rounds(given: argparse.Namespace, args: argparse.Namespace) -> None:
 
 def _print_assumed(given: argparse.Namespace) -> None:
     if given.assumed:
-        print(f"not given, and assumed: {'; '.join(given.assumed)}")
+        print(f"not given, and assumed: {'; '.join(given.assumed.values())}")
 
 
-def _measure(given: argparse.Namespace, args: argparse.Namespace) -> None:
-    del args
+def _measure(given: argparse.Namespace) -> None:
     import jax
 
     from sparse_collectives.planner._measure import measure

@@ -6,7 +6,7 @@ A check raises a ValueError that names the option, the value and what to write i
 import argparse
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from sparse_collectives import _units
@@ -18,54 +18,42 @@ _MOST_WORKERS = 1 << 16
 
 
 class Option(NamedTuple):
-    """An option of a command.
-
-    Attributes:
-      name: its name, without the dashes.
-      metavar: what stands for its value; None for a switch.
-      help: one line, in which {default} stands for the default.
-      check: converts the text of the value, and is given the name of the option for its error;
-        None for a switch or a text.
-      default: the text that stands for an option that is not given; None: it has no value then.
-      said: what is said of the default where it is assumed; None: nothing, not even its name.
-      required: whether it has to be given.
-      alone: the text that stands for an option that is given without a value; None: an error.
-    """
+    """An option of a command."""
 
     name: str
+    # What stands for its value; None for a switch.
     metavar: str | None
+    # One line, in which {default} stands for the default.
     help: str
+    # Converts the text of a value, and is given the name of the option for its error.
     check: Callable[[str, str], Any] | None = None
+    # The text that stands for an option that is not given.
     default: str | None = None
+    # What is said of the default where it is assumed; None: nothing, not even its name.
     said: str | None = None
-    required: bool = False
-    alone: str | None = None
+    # More arguments of `ArgumentParser.add_argument`.
+    more: Mapping[str, Any] = {}
 
     def add_to(self, parser: argparse.ArgumentParser) -> None:
         """Adds it to a parser, which reads its text only."""
-        more: dict[str, Any] = {"required": self.required, "metavar": self.metavar}
-        if self.metavar is None:
-            more = {"action": "store_true"}
-        elif self.alone is not None:
-            more |= {"nargs": "?", "const": self.alone}
+        how = {"action": "store_true"} if self.metavar is None else {"metavar": self.metavar}
         text = self.help.replace("{default}", str(self.default))
-        parser.add_argument(f"--{self.name}", help=text, **more)
+        parser.add_argument(f"--{self.name}", help=text, **how, **self.more)
 
 
 def values(options: Iterable[Option], args: argparse.Namespace) -> argparse.Namespace:
-    """The checked values of parsed options, with ``assumed``, the defaults to name."""
-    found, assumed = argparse.Namespace(), list[str]()
+    """The checked values of parsed options, and in ``assumed`` the defaults to name, by option."""
+    found = argparse.Namespace(assumed={})
     for option in options:
         field, name = option.name.replace("-", "_"), f"--{option.name}"
         value = getattr(args, field)
         if value is None:
             value = option.default
             if option.said is not None:
-                assumed.append(f"{name} {value}{option.said}")
+                found.assumed[field] = f"{name} {value}{option.said}"
         if value is not None and option.check is not None:
             value = option.check(name, value)
         setattr(found, field, value)
-    found.assumed = assumed
     return found
 
 
@@ -112,23 +100,19 @@ def _select_cost(name: str, text: str) -> LocalCost:
     return LocalCost(seconds, seconds)
 
 
-_merge_cost = functools.partial(_units.seconds, form="a time such as 0.1ns")
-_sharing = functools.partial(_units.number, least=1, most=_MOST_WORKERS)
-_devices = functools.partial(_workers, examples="4 or 8")
-_timings = functools.partial(_units.count, examples="9 or 100")
-
+_REQUIRED = {"required": True}
 PLAN = (
-    Option("params", "N", "gradient components: 133M, 133e6", _units.count, required=True),
+    Option("params", "N", "gradient components: 133M, 133e6", _units.count, more=_REQUIRED),
     Option(
         "density",
         "D",
         "share k/n that is sent, in (0, 1] (default {default})",
         _density,
-        # The default of `optax_ext.sparse_adamw`.
+        # Both packages have this default, and a test compares them.
         default="0.05",
         said=", the default of sparse_adamw",
     ),
-    Option("workers", "P", "data-parallel workers", _workers, required=True),
+    Option("workers", "P", "data-parallel workers", _workers, more=_REQUIRED),
     Option(
         "latency",
         "T",
@@ -138,7 +122,10 @@ PLAN = (
         said="",
     ),
     Option(
-        "bandwidth", "B", "bandwidth of a worker while all send: 25Gbit, 3GB/s", _units.bandwidth
+        "bandwidth",
+        "B",
+        "bandwidth of a worker while all send: 25Gbit, 3GB/s",
+        _units.bandwidth,
     ),
     Option("measured", "FILE", "take both from the file of 'measure --json FILE'"),
     Option(
@@ -176,41 +163,51 @@ PLAN = (
         "workers-per-core",
         "W",
         "workers that share a core, 2 for four on two cores: their local work takes turns",
-        _sharing,
+        functools.partial(_units.number, least=1, most=_MOST_WORKERS),
         default="1",
     ),
-    Option("merge-cost", "T", "work per received pair (default: by --select-cost)", _merge_cost),
+    Option(
+        "merge-cost",
+        "T",
+        "work per received pair (default: by --select-cost)",
+        functools.partial(_units.seconds, form="a time such as 0.1ns"),
+    ),
     Option("exact", None, "only encodings that round nothing"),
     Option(
         "same-loss",
         "FILE",
         "compare times to the same loss: with the measured steps of sparse_adamw, or with "
         "the steps in a JSON file, {algorithm: multiple of the steps of a dense run}",
-        alone=_same_loss.ADAMW,
+        more={"nargs": "?", "const": _same_loss.ADAMW},
     ),
     Option("all", None, "show every encoding"),
     Option("json", "FILE", "also write all numbers here"),
 )
 
 ROUNDS = (
-    Option("params", "N", "gradient components: 124M", _units.count, required=True),
-    Option("workers", "P", "sites", _workers, required=True),
+    Option("params", "N", "gradient components: 124M", _units.count, more=_REQUIRED),
+    Option("workers", "P", "sites", _workers, more=_REQUIRED),
     Option(
-        "latency",
-        "T",
-        "latency of a message between sites: 50ms",
-        _units.seconds,
-        required=True,
+        "latency", "T", "latency of a message between sites: 50ms", _units.seconds, more=_REQUIRED
     ),
-    Option("bandwidth", "B", "of a site while all send: 100Mbit", _units.bandwidth, required=True),
-    Option("compute", "T", "forward and backward pass: 500ms", _units.seconds, required=True),
-    Option(
-        "select-cost", "T", "as in 'plan': a time, 'cpu' or 'gpu'", _select_cost, "cpu", said=""
-    ),
+    Option("bandwidth", "B", "of a site while all send: 100Mbit", _units.bandwidth, more=_REQUIRED),
+    Option("compute", "T", "forward and backward pass: 500ms", _units.seconds, more=_REQUIRED),
+    Option("select-cost", "T", "as in 'plan': a time, 'cpu' or 'gpu'", _select_cost, "cpu", ""),
 )
 
 MEASURE = (
-    Option("devices", "N", "use N devices (default: all)", _devices),
-    Option("rounds", "R", "timings of each collective", _timings, default="9"),
+    Option(
+        "devices",
+        "N",
+        "use N devices (default: all)",
+        functools.partial(_workers, examples="4 or 8"),
+    ),
+    Option(
+        "rounds",
+        "R",
+        "timings of each collective",
+        functools.partial(_units.count, examples="9 or 100"),
+        default="9",
+    ),
     Option("json", "FILE", "write the fit here, for plan --measured"),
 )

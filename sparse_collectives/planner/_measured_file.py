@@ -29,15 +29,19 @@ class MeasuredFile(NamedTuple):
     bandwidth: float
     error: float | None
 
-    def named(self, field: str) -> tuple[str, float]:
-        """A number of the network, after its name in an error message."""
-        value = getattr(self, field)
+    def number(self, field: str) -> float:
+        """A number of the network, after its check."""
+        value, name = getattr(self, field), f"{field} in --measured {self.file}"
         if value == math.inf:
             raise ValueError(
-                f"{field} in --measured {self.file} must be finite, got {value}: no time grew with "
-                f"the size when it was measured. Pass --{field}."
+                f"{name} must be finite, got {value}: no time grew with the size when it was "
+                f"measured. Pass --{field}."
             )
-        return f"{field} in --measured {self.file}", value
+        return (_units.seconds if field == "latency" else _units.bandwidth)(name, value)
+
+    def warnings(self) -> list[str]:
+        """What to say of the fit; nothing if the file does not have its error."""
+        return [] if self.error is None else warnings(self.error)
 
 
 def read(file: str) -> MeasuredFile:
@@ -79,9 +83,9 @@ def read(file: str) -> MeasuredFile:
     return numbers
 
 
-def warnings(error: float | None) -> list[str]:
+def warnings(error: float) -> list[str]:
     """Lines to print if the fit of a network is poor; none if it is good."""
-    if error is None or error <= LARGEST_ERROR:
+    if error <= LARGEST_ERROR:
         return []
     return [
         f"Warning: latency and bandwidth miss the measured times by {error:.0%} (the median); over "
