@@ -41,10 +41,8 @@ def hierarchical(
 ) -> Formula:
     """An exchange of shards between nodes, inside a dense exchange within them.
 
-    Args:
-      formula: the cost of the exchange between nodes.
-      flags_of: words that it sums over the workers of a node, so that all of them
-        take the same branch: at least, as expected, and at most. None: no words.
+    ``flags_of`` returns the words that it sums over the workers of a node, so that all of them
+    take the same branch: at least, as expected, and at most.
     """
 
     def cost(w: Workload, codec: MessageSizes) -> Estimate:

@@ -15,19 +15,12 @@ _WORST_ERROR = 1e9
 
 
 class MeasuredFile(NamedTuple):
-    """The numbers of a file that the planner uses, as they are written there.
-
-    Attributes:
-      file: its name.
-      latency: alpha, in seconds.
-      bandwidth: in bytes per second.
-      error: the error of the fit; None if the file does not have it.
-    """
+    """The numbers of a file that the planner uses, as they are written there."""
 
     file: str
-    latency: float
-    bandwidth: float
-    error: float | None
+    latency: float  # seconds
+    bandwidth: float  # bytes per second
+    error: float | None  # of the fit; None if the file does not have it
 
     def number(self, field: str) -> float:
         """A number of the network, after its check."""

@@ -41,21 +41,16 @@ _WORK: dict[str, tuple[float, Program]] = {
 
 
 class OptimizerPlan(NamedTuple):
-    """All predictions of optimizers, and the choice.
+    """All predictions of optimizers, and the choice."""
 
-    Attributes:
-      predictions: fastest first; ``codec`` says how the messages are encoded.
-      recommended: ``sparse_adamw``, unless it is less than ``MARGIN`` times as fast as a dense
-        AdamW.
-      ratio: the step of the fastest dense AdamW divided by the step of ``sparse_adamw``; None if
-        ``sparse_adamw`` is not among the predictions or nothing is exchanged.
-      others: AdamW after other exchanges, if the step is shorter than the recommended one, or
-        longer by at most a factor of ``TIE``.
-    """
-
+    # Fastest first; ``codec`` says how the messages are encoded.
     predictions: tuple[Prediction, ...]
+    # ``sparse_adamw``, unless it is less than ``MARGIN`` times as fast as a dense AdamW.
     recommended: Prediction
+    # The step of the fastest dense AdamW divided by the step of ``sparse_adamw``; None if the
+    # latter is not among the predictions or nothing is exchanged.
     ratio: float | None
+    # AdamW after other exchanges, whose step is at most ``TIE`` times the recommended one.
     others: tuple[Prediction, ...]
 
 

@@ -20,43 +20,36 @@ SHARE = 0.2
 
 
 class Round(NamedTuple):
-    """An exchange after every H steps.
+    """An exchange after every H steps."""
 
-    Attributes:
-      every: H, steps from one exchange to the next.
-      density: the density of the exchange.
-      above: percent above the loss of dense AdamW, measured for a small model.
-      prediction: its times; ``step`` is a mean over a round at whose end all workers wait.
-      overlapped: seconds of a step if the exchange overlaps with the steps of the next round. With
-        an exchange at every step there is no such overlap, and it equals ``prediction.step``.
-      needed: bits per second with which the words of an exchange take as long as the computation
-        of a round.
-    """
-
+    # H, and the density of an exchange.
     every: int
     density: float
+    # Percent above the loss of dense AdamW, measured for a small model.
     above: float
+    # Its times; a step is a mean over a round at whose end all workers wait.
     prediction: Prediction
+    # Seconds of a step if the exchange overlaps with the steps of the next round, for which H is
+    # at least 2.
     overlapped: float
+    # Bits per second with which the words of an exchange take as long as the computation of a
+    # round.
     needed: float
 
 
 class RoundPlan(NamedTuple):
-    """All rounds, and the choice.
+    """All rounds, and the choice."""
 
-    Attributes:
-      rows: by H, and the largest density first.
-      recommended: the round with the lowest loss of those that wait for no more than ``SHARE`` of
-        a round; if there is none, the round with the shortest ``overlapped``.
-      overlaps: whether the recommended exchange should overlap with steps.
-      decides: whether latency or bytes limit an exchange, as a text.
-      dense_needed: bits per second for a dense exchange at every step, in float32.
-    """
-
+    # By H, and the largest density first.
     rows: tuple[Round, ...]
+    # The lowest loss of the rounds that wait for no more than ``SHARE`` of a round; if there is
+    # none, the shortest ``overlapped``.
     recommended: Round
+    # Whether the recommended exchange should overlap with steps.
     overlaps: bool
+    # Whether latency or bytes limit an exchange, as a text.
     decides: str
+    # Bits per second for a dense exchange at every step, in float32.
     dense_needed: float
 
 

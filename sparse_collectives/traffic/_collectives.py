@@ -51,10 +51,7 @@ _FREE = {
 def collective_of(eqn: Any, axes: Mapping[Any, int], scope: Scope) -> CollectiveTraffic | None:
     """The collective that an equation is, executed once; None if it is none.
 
-    Args:
-      eqn: an equation of a jaxpr.
-      axes: the sizes of the mesh axes that are bound around it.
-      scope: the scope of the equation.
+    ``axes`` has the sizes of the mesh axes that are bound around it.
 
     Raises:
       ValueError: a collective that is not in the table above, or one whose

@@ -45,9 +45,6 @@ def of_function(
       frequencies: see `of_traced`.
       conditional: see `of_traced`.
 
-    Returns:
-      The traffic of one call.
-
     Raises:
       ValueError: `axis` and `axis_size` do not match, or as `of_traced`.
 
@@ -88,7 +85,7 @@ def of_allreduce(
 ) -> Traffic:
     """Words that each worker receives in one step of a sparse allreduce.
 
-    Cost: one trace; nothing is lowered or compiled, and no device is needed.
+    Cost: as of `of_function`.
 
     Args:
       allreduce: a `SparseAllreduce`.
@@ -98,9 +95,6 @@ def of_allreduce(
       axis: the mesh axis name, or several.
       frequencies: see `of_traced`.
       conditional: see `of_traced`.
-
-    Returns:
-      The traffic of one step.
 
     Raises:
       ValueError: `size` or `capacity` is below 1, `axis` and `axis_size`
@@ -164,9 +158,6 @@ def of_traced(
         mean number of iterations.
       conditional: 'worst' takes the branch with the most words, 'best' the branch
         with the fewest.
-
-    Returns:
-      The traffic of one call.
 
     Raises:
       ValueError: a name of `frequencies` fits nothing, or its weights do not fit

@@ -52,12 +52,9 @@ def _walk(
 ) -> Iterator[Node]:
     """The nodes of a jaxpr, with absolute scopes.
 
-    Args:
-      closed: the jaxpr.
-      scope: the scope of the equation that runs it; the scopes within are relative to it.
-      axes: the bound mesh axes and their sizes.
-      arguments: the constant arguments, by position.
-      used: whether each result is used; None: all are.
+    ``scope`` is that of the equation that runs it, ``axes`` has the bound mesh axes and their
+    sizes, ``arguments`` the constant arguments by position, and ``used`` says whether each result
+    is used; None: all are.
     """
     jaxpr, constants = _compat.open_jaxpr(closed)
     known = constants_of(jaxpr, constants, arguments)

@@ -13,10 +13,7 @@ from sparse_collectives import _compat
 def constants_of(jaxpr: Any, values: Sequence[Any], arguments: Mapping[int, int]) -> dict[Any, int]:
     """The variables of an open jaxpr that are constant integers.
 
-    Args:
-      jaxpr: an open jaxpr.
-      values: the values of its constants.
-      arguments: its constant arguments, by position.
+    ``values`` are those of its constants, and ``arguments`` its constant arguments by position.
     """
     known = {jaxpr.invars[i]: value for i, value in arguments.items() if i < len(jaxpr.invars)}
     for variable, value in zip(jaxpr.constvars, values):
@@ -52,11 +49,10 @@ def trip_count(eqn: Any, known: Mapping[Any, int]) -> int | None:
     condition, condition_values = _compat.open_jaxpr(eqn.params["cond_jaxpr"])
     body, body_values = _compat.open_jaxpr(eqn.params["body_jaxpr"])
     skip, body_skip = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    body_operands = eqn.invars[skip : skip + body_skip]
+    of_condition, of_body = eqn.invars[:skip], eqn.invars[skip : skip + body_skip]
     carried = eqn.invars[skip + body_skip :]
-
-    in_condition = constants_of(condition, condition_values, forwarded(eqn.invars[:skip], known))
-    in_body = constants_of(body, body_values, forwarded(body_operands, known))
+    in_condition = constants_of(condition, condition_values, forwarded(of_condition, known))
+    in_body = constants_of(body, body_values, forwarded(of_body, known))
     # A carried value that the loop does not change is also a constant.
     for i, operand in enumerate(carried):
         value = constant(operand, known)

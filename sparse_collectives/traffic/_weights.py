@@ -20,10 +20,7 @@ class Weigher:
     """
 
     def __init__(
-        self,
-        weights: Mapping[str, tuple[float, ...]],
-        trips: Mapping[str, float],
-        conditional: str,
+        self, weights: Mapping[str, tuple[float, ...]], trips: Mapping[str, float], conditional: str
     ):
         self._given_weights, self._given_trips = weights, trips
         self._choose = max if conditional == "worst" else min
@@ -32,17 +29,11 @@ class Weigher:
         self._loops: dict[str, None] = {}
 
     def weigh(
-        self,
-        nodes: list[Node],
-        conditional: Scope = (),
-        loop: Scope = (),
+        self, nodes: list[Node], conditional: Scope = (), loop: Scope = ()
     ) -> list[CollectiveTraffic]:
         """The collectives of a part of the program, weighted per execution of that part.
 
-        Args:
-          nodes: the part.
-          conditional: the scope of the conditional around it.
-          loop: the scope of the loop around it.
+        ``conditional`` and ``loop`` are the scopes of those around it.
         """
         rows: list[CollectiveTraffic] = []
         for node in nodes:
@@ -110,12 +101,11 @@ class Weigher:
             return node.trips
         if has_collectives:
             name = scope[-1] if scope else "NAME"
+            more = "." if scope else ", and put it under jax.named_scope('NAME')."
             raise ValueError(
-                f"the loop in scope {shown(scope)} holds collectives, and its trip"
-                " count is not a constant of the program: pass"
-                f" `frequencies={{{name!r}: iterations}}` with the mean number of"
-                " iterations per execution"
-                + ("." if scope else ", and put it under jax.named_scope('NAME').")
+                f"the loop in scope {shown(scope)} holds collectives, and its trip count is not a"
+                f" constant of the program: pass `frequencies={{{name!r}: iterations}}` with the"
+                f" mean number of iterations per execution{more}"
             )
         return 1.0
 
