@@ -2,7 +2,7 @@
 
     python -m benchmarks.network.planned --params 133M --bandwidth 25Gbit --plot plan.png
 
-The predictions are those of `python -m sparse_collectives plan`.
+`python -m sparse_collectives plan` makes the same predictions.
 """
 
 from sparse_collectives import _units, cost_model, planner

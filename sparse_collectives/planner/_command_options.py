@@ -21,7 +21,7 @@ class Option(NamedTuple):
     """An option of a command."""
 
     name: str
-    # What stands for its value; None for a switch.
+    # A name for its value; None for a switch.
     metavar: str | None
     # One line, in which {default} stands for the default.
     help: str
@@ -29,7 +29,7 @@ class Option(NamedTuple):
     check: Callable[[str, str], Any] | None = None
     # The text that stands for an option that is not given.
     default: str | None = None
-    # What is said of the default where it is assumed; None: nothing, not even its name.
+    # A remark on the default in the line of assumed options; None: the line does not name it.
     said: str | None = None
     # More arguments of `ArgumentParser.add_argument`.
     more: Mapping[str, Any] = {}

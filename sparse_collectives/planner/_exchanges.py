@@ -98,7 +98,7 @@ def plan(
         for codec in row.codecs
         if row.dense or (codec in codecs and codec not in crowded)
     ]
-    # The first row is that of `dense`.
+    # The first way is `dense`.
     predictions = fastest_first(ways, ways[0], network, compute, steps)
     sparse = [row.name for row in rows if not row.dense]
     return Plan(

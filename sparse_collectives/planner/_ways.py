@@ -36,12 +36,9 @@ class LocalCost(NamedTuple):
     sharing: float = 1.0
 
     def seconds(self, program: Program | None, entries: float, pairs: float) -> float:
-        """Seconds of a step of an algorithm that selects from so many entries.
+        """Seconds of a step that selects from so many entries and receives so many pairs.
 
-        Args:
-          program: the step on a GPU; None if it was not compiled.
-          entries: the number of entries from which a worker selects.
-          pairs: the number of pairs that it receives.
+        ``program`` is the step on a GPU; None if it was not compiled.
         """
         given = (self.select * entries + self.merge * pairs) * self.sharing
         return given + ((program or LONGEST).seconds(entries) if self.gpu else 0.0)

@@ -52,7 +52,7 @@ def _walk(
 ) -> Iterator[Node]:
     """The nodes of a jaxpr, with absolute scopes.
 
-    ``scope`` is that of the equation that runs it, ``axes`` has the bound mesh axes and their
+    ``scope`` is the scope of the equation that runs it, ``axes`` has the bound mesh axes and their
     sizes, ``arguments`` the constant arguments by position, and ``used`` says whether each result
     is used; None: all are.
     """
