@@ -56,9 +56,8 @@ def synthetic(alpha, beta, noise=0.0, seed=0):
 
 
 @pytest.mark.parametrize(("alpha", "beta"), [(5e-6, 1e-9), (1e-3, 1e-11), (1e-7, 1e-6)])
-def test_the_fit_finds_the_network_and_withstands_noise(alpha, beta):
-    samples = synthetic(alpha, beta)
-    assert _measure.fit(samples) == pytest.approx((alpha, beta), rel=1e-6)
+def test_fit_finds_the_network_and_withstands_noise(alpha, beta):
+    assert _measure.fit(synthetic(alpha, beta)) == pytest.approx((alpha, beta), rel=1e-6)
     noisy = synthetic(5e-6, 1e-9, noise=0.03)
     assert _measure.fit(noisy) == pytest.approx((5e-6, 1e-9), rel=0.1)
     disturbed = synthetic(5e-6, 1e-9)
@@ -66,16 +65,13 @@ def test_the_fit_finds_the_network_and_withstands_noise(alpha, beta):
     assert _measure.fit(disturbed) == pytest.approx((5e-6, 1e-9), rel=0.02)
 
 
-def test_the_fit_is_never_negative_and_needs_samples():
+def test_fit_is_never_negative_and_needs_samples():
     for alpha, beta in ((1e-5, 0.0), (0.0, 1e-9)):
         found = _measure.fit(synthetic(alpha, beta, noise=0.2))
         assert min(found) >= 0
         assert found[alpha == 0] == pytest.approx(alpha or beta, rel=0.3)
-    samples = synthetic(1e-6, 1e-9)
-    for few, match in (
-        (samples[:1], "at least 2"),
-        ([s._replace(seconds=0.0) for s in samples], "above 0"),
-    ):
+    without_time = [sample._replace(seconds=0.0) for sample in synthetic(1e-6, 1e-9)]
+    for few, match in ((synthetic(1e-6, 1e-9)[:1], "at least 2"), (without_time, "above 0")):
         with pytest.raises(ValueError, match=match):
             _measure.fit(few)
 
