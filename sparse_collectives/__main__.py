@@ -10,10 +10,10 @@ from typing import Any, NamedTuple, NoReturn
 
 from sparse_collectives import cost_model
 from sparse_collectives.cost_model._codecs import CODECS
+from sparse_collectives.cost_model._costs import Network
 from sparse_collectives.cost_model._numbers import NUMBERS
-from sparse_collectives.cost_model._types import Network
-from sparse_collectives.planner import _command_options, _measured_file, _report, _same_loss
-from sparse_collectives.planner._exchanges import plan
+from sparse_collectives.planner import _command_options, _option_files, _report
+from sparse_collectives.planner._allreduces import plan
 from sparse_collectives.planner._optimizers import plan_optimizers
 from sparse_collectives.planner._slow_links import plan_rounds
 from sparse_collectives.planner._ways import GPU, LocalCost
@@ -86,7 +86,7 @@ def _plan(given: argparse.Namespace) -> None:
     workload = cost_model.Workload(size, selected, workers, inner, overlap)
     local, steps = _local_cost(given), None
     if given.same_loss is not None:
-        steps = _same_loss.read(given.same_loss, workers, given.density)
+        steps = _option_files.read_steps(given.same_loss, workers, given.density)
     rows = cost_model.ALGORITHMS.values()
     with_local = functools.partial(
         plan,
@@ -139,7 +139,7 @@ def _network(given: argparse.Namespace) -> tuple[Network, list[str]]:
     """The links of a worker, of a node if it has several workers, and warnings of a poor fit."""
     latency, bandwidth, warnings = given.latency, given.bandwidth, []
     if given.measured is not None:
-        measured = _measured_file.read(given.measured)
+        measured = _option_files.read_measured(given.measured)
         if given.assumed.pop("latency", None):
             latency, warnings = measured.number("latency"), measured.warnings()
         if bandwidth is None:
@@ -203,7 +203,7 @@ def _measure(given: argparse.Namespace) -> None:
         f" ({8 * fitted.bandwidth / 1e9:.4g} Gbit/s) over {fitted.workers} workers;"
         f" median error of the fit {fitted.error:.0%}, median spread {fitted.spread:.0%}"
     )
-    for line in _measured_file.warnings(fitted.error):
+    for line in _option_files.warnings(fitted.error):
         print(line)
     if given.json:
         _write_json(given.json, _report.plain(fitted))

@@ -22,7 +22,7 @@ from optax_ext._state import _find
 from sparse_collectives import cost_model
 from sparse_collectives.__main__ import main as plan
 from sparse_collectives.cost_model._numbers import NUMBERS
-from sparse_collectives.planner import _same_loss
+from sparse_collectives.planner import _option_files
 from sparse_collectives.transport import _direct
 from tests.optax_ext.helpers import DOCS, mesh, programs_of
 from tools.tables import _learning, _links, _minutes
@@ -310,7 +310,7 @@ def test_the_numbers_of_the_readme_are_those_of_the_data():
     assert f"three seeds; {worst:.1f} % at worst" in text
 
 
-def test_the_steps_to_the_same_loss_are_those_of_the_stored_runs():
+def test_the_steps_to_the_option_files_are_those_of_the_stored_runs():
     """The planner's factors for a step lie on a line through dense runs of two lengths."""
 
     def mean(seeds=None, steps=2000, **of):
@@ -324,7 +324,7 @@ def test_the_steps_to_the_same_loss_are_those_of_the_stored_runs():
         ("agreed(few)", 0.01): "sparse_adamw density=0.01",
         ("ok_topk", 0.01): "sparse_adamw, ok_topk",
     }
-    for name, cases in _same_loss.MEASURED.items():
+    for name, cases in _option_files.MEASURED.items():
         for (workers, density), factor in cases.items():
             found = mean(contestant=names[name, density], workers=workers)
             above = found - mean(contestant="dense")

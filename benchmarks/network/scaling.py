@@ -18,7 +18,7 @@ from typing import Any
 
 from sparse_collectives import _units, cost_model
 from sparse_collectives.cost_model import Workload
-from sparse_collectives.cost_model._types import Network
+from sparse_collectives.cost_model._costs import Network
 from sparse_collectives.planner._ways import CPU, LocalCost
 
 from .._common import display, options, reports

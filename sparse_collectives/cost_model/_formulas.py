@@ -14,8 +14,8 @@ from sparse_collectives.allreduce import _agreed
 from sparse_collectives.allreduce._shared import _halving, _slots, _sums
 from sparse_collectives.allreduce.ok_topk import _plan
 from sparse_collectives.cost_model._codecs import MessageSizes, codec_sizes
+from sparse_collectives.cost_model._costs import Cost, Estimate, Workload, certain, log2_rounds
 from sparse_collectives.cost_model._fill_in import expected_union
-from sparse_collectives.cost_model._types import Cost, Estimate, Workload, certain, log2_rounds
 from sparse_collectives.transport import _dispatch
 
 # For several workers; `evaluate` also has the cost of one.

@@ -9,7 +9,7 @@ is taken as ceil(log2 P), so that every P >= 1 has a cost.
 
 from collections.abc import Callable
 
-from sparse_collectives.cost_model._types import Cost, Estimate, Workload, certain, log2_rounds
+from sparse_collectives.cost_model._costs import Cost, Estimate, Workload, certain, log2_rounds
 
 # Messages, and the least and the most words of a worker, from n, k, P >= 2 and log P.
 _Formula = Callable[[int, int, int, int], tuple[float, float, float]]

@@ -13,9 +13,9 @@ from sparse_collectives.allreduce import published
 from sparse_collectives.cost_model import _formulas as flat
 from sparse_collectives.cost_model import _two_levels as nodes
 from sparse_collectives.cost_model._codecs import codec_sizes
+from sparse_collectives.cost_model._costs import Estimate, Workload
 from sparse_collectives.cost_model._formulas import Formula
 from sparse_collectives.cost_model._numbers import PROGRAMS, Program
-from sparse_collectives.cost_model._types import Estimate, Workload
 
 # Slots for every entry that may arrive.
 _ALL = {"slack": math.inf, "fill": math.inf}

@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable
 
 from sparse_collectives.cost_model._codecs import MessageSizes
+from sparse_collectives.cost_model._costs import Cost, Estimate, Workload, certain, log2_rounds
 from sparse_collectives.cost_model._formulas import Formula, dense, evaluate
-from sparse_collectives.cost_model._types import Cost, Estimate, Workload, certain, log2_rounds
 from sparse_collectives.transport import _dispatch
 
 INFO_WORDS = 3

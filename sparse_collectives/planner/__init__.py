@@ -4,8 +4,8 @@
 whole optimizers.
 """
 
+from sparse_collectives.planner._allreduces import plan
 from sparse_collectives.planner._auto import auto
-from sparse_collectives.planner._exchanges import plan
 from sparse_collectives.planner._ways import LocalCost
 
 __all__ = ["LocalCost", "auto", "plan"]

@@ -10,7 +10,7 @@ from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, SparseAllreduce
 from sparse_collectives.cost_model import ALGORITHMS, Workload, network
 from sparse_collectives.cost_model._codecs import CODECS
-from sparse_collectives.planner._exchanges import check_known, plan
+from sparse_collectives.planner._allreduces import check_known, plan
 from sparse_collectives.planner._ways import CPU
 
 # A complete allreduce takes part in the selection, which has already been made.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from sparse_collectives import _units
-from sparse_collectives.planner import _same_loss
+from sparse_collectives.planner import _option_files
 from sparse_collectives.planner._ways import CPU, GPU, LocalCost
 
 # A ring has a message for each worker: with more workers, its cost alone takes seconds.
@@ -178,7 +178,7 @@ PLAN = (
         "FILE",
         "compare times to the same loss: with the measured steps of sparse_adamw, or with "
         "the steps in a JSON file, {algorithm: multiple of the steps of a dense run}",
-        more={"nargs": "?", "const": _same_loss.ADAMW},
+        more={"nargs": "?", "const": _option_files.ADAMW},
     ),
     Option("all", None, "show every encoding"),
     Option("json", "FILE", "also write all numbers here"),

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from sparse_collectives import transport
 from sparse_collectives._types import AxisName
 from sparse_collectives._validation import check_positive_int
-from sparse_collectives.cost_model._types import BYTES_PER_WORD, Network, log2_rounds
+from sparse_collectives.cost_model._costs import BYTES_PER_WORD, Network, log2_rounds
 from sparse_collectives.transport import _dispatch
 
 # Collectives in one program, so that its launch is a small part of its time.

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from sparse_collectives.cost_model import Workload, predict
+from sparse_collectives.cost_model._costs import Estimate, Network
 from sparse_collectives.cost_model._formulas import bucket_count
 from sparse_collectives.cost_model._numbers import NUMBERS, PROGRAMS, Program
-from sparse_collectives.cost_model._types import Estimate, Network
 from sparse_collectives.planner._ways import (
     CPU,
     MARGIN,

@@ -5,9 +5,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from sparse_collectives.cost_model._costs import BYTES_PER_WORD
 from sparse_collectives.cost_model._numbers import NUMBERS
-from sparse_collectives.cost_model._types import BYTES_PER_WORD
-from sparse_collectives.planner._exchanges import Plan
+from sparse_collectives.planner._allreduces import Plan
 from sparse_collectives.planner._optimizers import OptimizerPlan
 from sparse_collectives.planner._slow_links import SHARE, Round, RoundPlan
 from sparse_collectives.planner._ways import MARGIN, TIE, LocalCost, Prediction

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from sparse_collectives import _validation
 from sparse_collectives.cost_model import Workload
+from sparse_collectives.cost_model._costs import BYTES_PER_WORD, Network
 from sparse_collectives.cost_model._numbers import NUMBERS
-from sparse_collectives.cost_model._types import BYTES_PER_WORD, Network
 from sparse_collectives.planner._optimizers import optimizers
 from sparse_collectives.planner._ways import CPU, LocalCost, Prediction, predict_step
 

@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from sparse_collectives.cost_model._costs import Estimate, Network
 from sparse_collectives.cost_model._numbers import LONGEST, NUMBERS, Program
-from sparse_collectives.cost_model._types import Estimate, Network
 
 # A sparse step costs convergence and memory, and the model is not exact. To be recommended,
 # it has to be faster than a dense one by this factor.

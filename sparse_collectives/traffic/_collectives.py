@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from sparse_collectives import _compat
-from sparse_collectives.traffic._rows import CollectiveTraffic, Scope, shown
+from sparse_collectives.traffic._traffic import CollectiveTraffic, Scope, shown
 from sparse_collectives.transport import _dispatch
 
 # By the primitive's name; `check_vma=True` turns them into `psum_invariant` and the like.

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from sparse_collectives import _compat
 from sparse_collectives._data import PaddedCOO
 from sparse_collectives.traffic import _program
-from sparse_collectives.traffic._rows import Traffic
+from sparse_collectives.traffic._traffic import Traffic
 from sparse_collectives.traffic._weights import Weigher
 
 Frequencies = Mapping[str, Sequence[float] | float]

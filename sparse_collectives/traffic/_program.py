@@ -9,7 +9,7 @@ import jax
 
 from sparse_collectives import _compat
 from sparse_collectives.traffic._collectives import collective_of
-from sparse_collectives.traffic._rows import Branches, Loop, Node, Scope, shown
+from sparse_collectives.traffic._traffic import Branches, Loop, Node, Scope, shown
 from sparse_collectives.traffic._trip_count import constants_of, forwarded, trip_count
 
 # These primitives run the one jaxpr among their parameters once.

@@ -13,7 +13,8 @@ from sparse_collectives import _compat
 def constants_of(jaxpr: Any, values: Sequence[Any], arguments: Mapping[int, int]) -> dict[Any, int]:
     """The variables of an open jaxpr that are constant integers.
 
-    ``values`` are the values of its constants, and ``arguments`` its constant arguments by position.
+    ``values`` are the values of its constants, and ``arguments`` has its constant arguments by
+    position.
     """
     known = {jaxpr.invars[i]: value for i, value in arguments.items() if i < len(jaxpr.invars)}
     for variable, value in zip(jaxpr.constvars, values):

@@ -5,7 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from sparse_collectives.traffic._rows import Branches, CollectiveTraffic, Loop, Node, Scope, shown
+from sparse_collectives.traffic._traffic import (
+    Branches,
+    CollectiveTraffic,
+    Loop,
+    Node,
+    Scope,
+    shown,
+)
 
 _PERIODIC = re.compile(r".*\.every([1-9]\d*)")
 

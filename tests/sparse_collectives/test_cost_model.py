@@ -12,7 +12,7 @@ import sparse_collectives as sc
 from sparse_collectives import cost_model
 from sparse_collectives.allreduce._shared import _messages
 from sparse_collectives.cost_model import Overlap, Workload
-from sparse_collectives.cost_model._types import Cost, Network
+from sparse_collectives.cost_model._costs import Cost, Network
 from tests.sparse_collectives import helpers
 from tests.sparse_collectives.helpers import slow_but
 

@@ -12,7 +12,7 @@ import sparse_collectives as sc
 from sparse_collectives import cost_model, traffic
 from sparse_collectives.allreduce._shared import _halving
 from sparse_collectives.cost_model import Workload, _formulas
-from sparse_collectives.cost_model._types import log2_rounds
+from sparse_collectives.cost_model._costs import log2_rounds
 from tests.sparse_collectives import helpers, table
 from tests.sparse_collectives.test_cost_model import TWO_LEVELS
 

@@ -9,7 +9,7 @@ import pytest
 import sparse_collectives as sc
 from sparse_collectives import allreduce, cost_model, planner
 from sparse_collectives.cost_model import Overlap, Workload, network
-from sparse_collectives.cost_model._types import Network
+from sparse_collectives.cost_model._costs import Network
 from sparse_collectives.planner._auto import CANDIDATES
 from sparse_collectives.planner._optimizers import plan_optimizers
 from sparse_collectives.planner._report import text

@@ -9,7 +9,7 @@ import pytest
 
 import sparse_collectives as sc
 from sparse_collectives.__main__ import main
-from sparse_collectives.planner import _same_loss
+from sparse_collectives.planner import _option_files
 
 SLOW = ["--params", "10M", "--density", "0.01", "--workers", "16"]
 SLOW += ["--latency", "5us", "--bandwidth", "100Mbit"]
@@ -153,7 +153,7 @@ def test_steps_from_a_file_and_as_measured(tmp_path, capsys):
     call[call.index("0.01")] = "0.05"
     text = run(capsys, *call, "--same-loss")
     assert "Use agreed(few)" in text
-    assert f"{_same_loss.MEASURED['agreed(few)'][8, 0.05]:.2f}x" in text
+    assert f"{_option_files.MEASURED['agreed(few)'][8, 0.05]:.2f}x" in text
     assert "left out, without a number of steps: topk_a" in text
     for content, error in (("[1]", "must hold an object"), ("{", "is no JSON")):
         file.write_text(content)
@@ -161,5 +161,5 @@ def test_steps_from_a_file_and_as_measured(tmp_path, capsys):
     # The nearest case by ratios, and None if no case is near.
     cases = {(4, 0.01): 1.0, (16, 0.01): 2.0, (16, 0.015): 3.0}
     near = [(7, 0.01), (9, 0.011), (9, 0.02), (9, 0.03), (65, 0.01), (64, 0.015)]
-    nearest = [_same_loss._nearest(cases, *case) for case in near]
+    nearest = [_option_files._nearest(cases, *case) for case in near]
     assert nearest == [1.0, 2.0, 3.0, None, None, 3.0]

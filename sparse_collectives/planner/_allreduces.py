@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from sparse_collectives.cost_model import ALGORITHMS, Algorithm, Workload, predict
 from sparse_collectives.cost_model._codecs import CODECS, codec_sizes, has_room
+from sparse_collectives.cost_model._costs import Network
 from sparse_collectives.cost_model._formulas import bucket_count
-from sparse_collectives.cost_model._types import Network
 from sparse_collectives.planner._ways import (
     CPU,
     MARGIN,
