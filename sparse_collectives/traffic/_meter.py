@@ -14,7 +14,7 @@ from sparse_collectives import _compat
 from sparse_collectives._data import PaddedCOO
 from sparse_collectives.traffic import _program
 from sparse_collectives.traffic._traffic import Traffic
-from sparse_collectives.traffic._weights import Weigher
+from sparse_collectives.traffic._weights import Weights
 
 Frequencies = Mapping[str, Sequence[float] | float]
 Conditional = Literal["worst", "best"]
@@ -174,9 +174,9 @@ def of_traced(
             f"`traced` is of type {type(traced).__name__}; pass what jax.jit(f).trace(...) or"
             " jax.make_jaxpr(f)(...) returns."
         )
-    weigher = Weigher(*_checked(frequencies), conditional)
-    rows = weigher.weigh(_program.read(jaxpr))
-    weigher.check_all_used()
+    weights = Weights(*_checked(frequencies), conditional)
+    rows = _program.read(jaxpr, weights)
+    weights.check_all_used()
     return Traffic(math.fsum(r.words * r.weight for r in rows), tuple(rows))
 
 

@@ -1,16 +1,17 @@
-"""Reads the collectives, conditionals and loops of a program from its jaxpr."""
+"""Reads the collectives of a program from its jaxpr, through its calls, branches and loops."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
 from sparse_collectives import _compat
 from sparse_collectives.traffic._collectives import collective_of
-from sparse_collectives.traffic._traffic import Branches, Loop, Node, Scope, shown
+from sparse_collectives.traffic._traffic import CollectiveTraffic, Scope, shown
 from sparse_collectives.traffic._trip_count import constants_of, forwarded, trip_count
+from sparse_collectives.traffic._weights import Weights, scaled
 
 # These primitives run the one jaxpr among their parameters once.
 _CALLS = {
@@ -33,62 +34,82 @@ _CALLS = {
 }
 
 
-def read(jaxpr: Any) -> list[Node]:
-    """The collectives, conditionals and loops of a closed jaxpr, in its order.
+class _Place(NamedTuple):
+    """The surroundings of a jaxpr: scopes, and the bound mesh axes with their sizes."""
+
+    weights: Weights
+    scope: Scope = ()
+    conditional: Scope = ()
+    loop: Scope = ()
+    axes: Mapping[Any, int] = {}
+
+
+def read(jaxpr: Any, weights: Weights) -> list[CollectiveTraffic]:
+    """The collectives of a closed jaxpr with their weights, in its order.
 
     Raises:
       ValueError: as :func:`collective_of`, or a primitive that is not known here
         holds collectives.
     """
-    return list(_walk(jaxpr, (), {}, {}, None))
+    return _rows(jaxpr, _Place(weights))
 
 
-def _walk(
+def _rows(
     closed: Any,
-    scope: Scope,
-    axes: Mapping[Any, int],
-    arguments: Mapping[int, int],
-    used: Sequence[bool] | None,
-) -> Iterator[Node]:
-    """The nodes of a jaxpr, with absolute scopes.
+    place: _Place,
+    arguments: Mapping[int, int] = {},
+    used: Sequence[bool] | None = None,
+) -> list[CollectiveTraffic]:
+    """The collectives of a jaxpr, weighted per execution of it.
 
-    ``scope`` is the scope of the equation that runs it, ``axes`` has the bound mesh axes and their
-    sizes, ``arguments`` the constant arguments by position, and ``used`` says whether each result
-    is used; None: all are.
+    ``arguments`` has its constant arguments by position, and ``used`` says whether each result is
+    used; None: all are.
     """
     jaxpr, constants = _compat.open_jaxpr(closed)
     known = constants_of(jaxpr, constants, arguments)
+    rows: list[CollectiveTraffic] = []
     for eqn, used_results in _live(jaxpr, used):
-        here = scope + _compat.named_scopes(eqn)
+        scope = place.scope + _compat.named_scopes(eqn)
+        here = place._replace(scope=scope)
         name, params = eqn.primitive.name, eqn.params
-
-        def inside(jaxpr: Any, here: Scope = here) -> list[Node]:
-            return list(_walk(jaxpr, here, axes, {}, None))
-
         if name == "cond":
-            given = forwarded(eqn.invars[1:], known)
-            branches = (_walk(x, here, axes, given, used_results) for x in params["branches"])
-            yield Branches(here, [list(branch) for branch in branches])
-        elif name == "while":
-            condition, body = inside(params["cond_jaxpr"]), inside(params["body_jaxpr"])
-            yield Loop(here, trip_count(eqn, known), condition, body)
-        elif name == "scan":
-            yield Loop(here, params["length"], [], inside(params["jaxpr"]))
+            given, inside = forwarded(eqn.invars[1:], known), here._replace(conditional=scope)
+            branches = [_rows(x, inside, given, used_results) for x in params["branches"]]
+            weights = place.weights.of_branches(scope, place.conditional, branches)
+            for branch, weight in zip(branches, weights, strict=True):
+                rows += scaled(branch, weight)
+        elif name in ("while", "scan"):
+            trips = trip_count(eqn, known) if name == "while" else params["length"]
+            condition, body = (
+                _rows(params[part], here._replace(loop=scope)) if part in params else []
+                for part in ("cond_jaxpr", "body_jaxpr" if name == "while" else "jaxpr")
+            )
+            has_collectives = bool(condition or body)
+            trips = place.weights.of_loop(scope, place.loop, trips, has_collectives)
+            # The condition is evaluated once more, to end the loop.
+            rows += scaled(condition, trips + 1) + scaled(body, trips)
         elif name in _CALLS:
-            inner = {**axes, **_bound_by(eqn)}
-            known_arguments = forwarded(eqn.invars, known)
-            yield from _walk(_called(eqn), here, inner, known_arguments, used_results)
+            inside = here._replace(axes={**place.axes, **_bound_by(eqn)})
+            rows += _rows(_called(eqn), inside, forwarded(eqn.invars, known), used_results)
         else:
-            for unknown in _compat.jaxprs_in(eqn):
-                if inside(unknown):
-                    raise ValueError(
-                        f"the program holds a {name} in scope {shown(here)} with collectives in"
-                        f" it, and the meter can't count how often that primitive of jax"
-                        f" {jax.__version__} runs them; measure a program without it."
-                    )
-            collective = collective_of(eqn, axes, here)
+            if any(_has_collectives(inner, here) for inner in _compat.jaxprs_in(eqn)):
+                raise ValueError(
+                    f"the program holds a {name} in scope {shown(scope)} with collectives in"
+                    f" it, and the meter can't count how often that primitive of jax"
+                    f" {jax.__version__} runs them; measure a program without it."
+                )
+            collective = collective_of(eqn, place.axes, scope)
             if collective is not None:
-                yield collective
+                rows.append(collective)
+    return rows
+
+
+def _has_collectives(jaxpr: Any, place: _Place) -> bool:
+    return any(
+        collective_of(eqn, place.axes, place.scope) is not None
+        or any(_has_collectives(inner, place) for inner in _compat.jaxprs_in(eqn))
+        for eqn in _compat.open_jaxpr(jaxpr)[0].eqns
+    )
 
 
 def _called(eqn) -> Any:

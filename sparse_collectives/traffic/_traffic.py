@@ -1,4 +1,4 @@
-"""The collectives of a program, and the conditionals and loops that decide how often each runs."""
+"""The collectives of a program, and their sum."""
 
 from __future__ import annotations
 
@@ -28,25 +28,6 @@ class CollectiveTraffic(NamedTuple):
     weight: float
     group_size: int
     axes: tuple[Any, ...] = ()
-
-
-class Branches(NamedTuple):
-    """A conditional of the program."""
-
-    scope: Scope
-    branches: list[list[Node]]
-
-
-class Loop(NamedTuple):
-    """A loop of the program; ``trips`` is None if it is not a constant."""
-
-    scope: Scope
-    trips: int | None
-    condition: list[Node]
-    body: list[Node]
-
-
-Node = CollectiveTraffic | Branches | Loop
 
 
 class Traffic(NamedTuple):

@@ -5,20 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from sparse_collectives.traffic._traffic import (
-    Branches,
-    CollectiveTraffic,
-    Loop,
-    Node,
-    Scope,
-    shown,
-)
+from sparse_collectives.traffic._traffic import CollectiveTraffic, Scope, shown
 
 _PERIODIC = re.compile(r".*\.every([1-9]\d*)")
 
 
-class Weigher:
-    """Weighs the collectives of a program.
+class Weights:
+    """How often the branches of a conditional and the body of a loop run.
 
     Args:
       weights: the weights of the branches of conditionals, by a name of their scope.
@@ -35,30 +28,6 @@ class Weigher:
         self._conditionals: dict[str, None] = {}
         self._loops: dict[str, None] = {}
 
-    def weigh(
-        self, nodes: list[Node], conditional: Scope = (), loop: Scope = ()
-    ) -> list[CollectiveTraffic]:
-        """The collectives of a part of the program, weighted per execution of that part.
-
-        ``conditional`` and ``loop`` are the scopes of those around it.
-        """
-        rows: list[CollectiveTraffic] = []
-        for node in nodes:
-            if isinstance(node, CollectiveTraffic):
-                rows.append(node)
-            elif isinstance(node, Branches):
-                branches = [self.weigh(branch, node.scope, loop) for branch in node.branches]
-                weights = self._branch_weights(node.scope, conditional, branches)
-                for branch, weight in zip(branches, weights, strict=True):
-                    rows += _scaled(branch, weight)
-            else:
-                condition = self.weigh(node.condition, conditional, node.scope)
-                body = self.weigh(node.body, conditional, node.scope)
-                trips = self._trips(node, loop, bool(condition or body))
-                # The condition is evaluated once more, to end the loop.
-                rows += _scaled(condition, trips + 1) + _scaled(body, trips)
-        return rows
-
     def check_all_used(self) -> None:
         given = (*self._given_weights, *self._given_trips)
         unused = [name for name in given if name not in self._used]
@@ -70,9 +39,10 @@ class Weigher:
                 f" collectives: {list(self._loops) or 'none'}."
             )
 
-    def _branch_weights(
+    def of_branches(
         self, scope: Scope, outer: Scope, branches: list[list[CollectiveTraffic]]
     ) -> Sequence[float]:
+        """The weights of branches with these rows, if ``outer`` is the conditional around it."""
         totals = [sum(r.words * r.weight for r in branch) for branch in branches]
         count = len(branches)
         self._conditionals[f"{'/'.join(scope)} ({count} branches)"] = None
@@ -96,16 +66,18 @@ class Weigher:
         chosen = totals.index(self._choose(totals))
         return [float(i == chosen) for i in range(count)]
 
-    def _trips(self, node: Loop, outer: Scope, has_collectives: bool) -> float:
-        scope = node.scope
+    def of_loop(
+        self, scope: Scope, outer: Scope, trips: int | None, has_collectives: bool
+    ) -> float:
+        """The iterations of a loop, if ``outer`` is the loop around it."""
         if has_collectives:
             self._loops["/".join(scope)] = None
         for path in _inside_out(scope, outer):
             for name in _ending(path, self._given_trips):
                 self._used.add(name)
                 return self._given_trips[name]
-        if node.trips is not None:
-            return node.trips
+        if trips is not None:
+            return trips
         if has_collectives:
             name = scope[-1] if scope else "NAME"
             more = "." if scope else ", and put it under jax.named_scope('NAME')."
@@ -117,7 +89,8 @@ class Weigher:
         return 1.0
 
 
-def _scaled(rows: list[CollectiveTraffic], weight: float) -> list[CollectiveTraffic]:
+def scaled(rows: list[CollectiveTraffic], weight: float) -> list[CollectiveTraffic]:
+    """The rows with another weight; those without one are left out."""
     return [row._replace(weight=row.weight * weight) for row in rows] if weight else []
 
 
