@@ -113,7 +113,7 @@ def test_only_a_bucketed_exchange_hides_and_not_all_of_it():
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_the_code_to_write_is_an_expression_with_what_the_workload_says(name):
+def test_code_of_a_row_has_what_the_workload_says(name):
     for overlap in (None, Overlap(250_000, 4)):
         load = Workload(10_000_000, 100_000, 4, 2, overlap)
         for codec in ROWS[name].codecs:

@@ -42,7 +42,7 @@ def advice(out):
     return next(line for line in out.splitlines() if line.startswith("Use "))
 
 
-def test_the_recommendation_says_what_to_write_or_that_dense_is_the_answer(capsys):
+def test_recommendation_is_code_or_dense(capsys):
     last = advice(run(capsys, *SLOW, "--exact"))
     assert "times as fast" in last
     assert isinstance(eval(last.rsplit(": ", 1)[1], {"sc": sc}), sc.SparseAllreduce)
@@ -60,7 +60,7 @@ def found(plan, name):
     return next(rows)
 
 
-def test_the_devices_of_a_worker_have_parts_and_share_its_links(capsys, tmp_path):
+def test_shards_of_a_worker_share_its_links(capsys, tmp_path):
     whole, shared, alone = (
         planned(capsys, tmp_path, *SLOW, *arguments)
         for arguments in ((), ("--shard", "4"), ("--shard", "4", "--links", "4"))
@@ -125,7 +125,7 @@ def test_missing_arguments_are_one_line_and_no_command_prints_the_help(capsys):
     assert "plan" in capsys.readouterr().out
 
 
-def test_the_module_runs_and_needs_no_backend_matplotlib_or_rich():
+def test_module_runs_without_backend_matplotlib_or_rich():
     code = """
 import runpy, sys
 sys.argv = ["sparse_collectives", "plan", "--density", "0"]

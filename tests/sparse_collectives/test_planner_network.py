@@ -87,7 +87,7 @@ def test_measure_runs_on_a_mesh_of_two_axes():
 
 
 @pytest.mark.slow
-def test_the_measure_command_writes_what_the_planner_reads(capsys, tmp_path):
+def test_measure_command_writes_what_the_planner_reads(capsys, tmp_path):
     file = tmp_path / "net.json"
     assert main(["measure", "--devices", "2", "--rounds", "2", "--json", str(file)]) == 0
     assert "bandwidth" in capsys.readouterr().out
@@ -99,7 +99,7 @@ def test_the_measure_command_writes_what_the_planner_reads(capsys, tmp_path):
         assert option in fails(capsys, "measure", option, "0")
 
 
-def test_the_measure_command_says_where_its_fit_is_poor(capsys, monkeypatch):
+def test_measure_command_warns_of_a_poor_fit(capsys, monkeypatch):
     for error, warned in ((0.37, True), (0.1, False)):
         fitted = _measure.Measured(1e-6, 1e9, error, 0.01, 2, ())
         monkeypatch.setattr(_measure, "measure", lambda mesh, rounds, fitted=fitted: fitted)

@@ -171,7 +171,7 @@ def bind(primitive_name, x, /, **parameters):
 @pytest.mark.parametrize(
     "parameters", [{"axis_name": "w"}, {"axes": ("w", 0)}, {"axes": frozenset("w")}]
 )
-def test_an_unknown_collective_is_an_error_that_names_it(parameters):
+def test_unknown_collective_is_an_error_that_names_it(parameters):
     def step(x):
         with jax.named_scope("algorithm"), jax.named_scope("s"):
             return bind("pmedian", x, **parameters)
@@ -181,7 +181,7 @@ def test_an_unknown_collective_is_an_error_that_names_it(parameters):
 
 
 @pytest.mark.parametrize("parameters", [{}, {"axes": (0,)}, {"name": "w"}])
-def test_an_unknown_primitive_over_no_axis_is_free(parameters):
+def test_unknown_primitive_over_no_axis_is_free(parameters):
     assert measure(lambda x: psum(bind("median", x, **parameters))).words == PSUM
 
 
@@ -198,7 +198,7 @@ def solve_locally(x):
     return lax.custom_linear_solve(lambda x: diagonal * x, x, lambda _, x: x / diagonal)
 
 
-def test_what_has_no_fixed_volume_is_an_error():
+def test_volume_that_depends_on_data_is_an_error():
     for fn, message in (
         (solve, "custom_linear_solve in scope .* with collectives"),
         (ragged, "ragged_all_to_all in scope .* depends on data"),
