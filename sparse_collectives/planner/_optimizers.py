@@ -71,8 +71,7 @@ def optimizers(workload: Workload, local: LocalCost) -> tuple[Way, ...]:
     The times of a core are scaled with the cost of selecting.
     """
     size, density = workload.size, float(f"{workload.density:.6g}")
-    few, half = predict("agreed(few)", workload), math.ceil(size / 2)
-    buckets, half_buckets = bucket_count(size), bucket_count(half)
+    few = predict("agreed(few)", workload)
 
     def work(name: str) -> float:
         cpu, gpu = _WORK[name]
@@ -80,61 +79,40 @@ def optimizers(workload: Workload, local: LocalCost) -> tuple[Way, ...]:
             return gpu.seconds(size)
         return cpu * local.select / CPU.select * size * local.sharing
 
-    def behind(exchange: str) -> str:
-        return f"optax.chain(optax_ext.{exchange}, optax.adamw(rate))"
+    def sparse(name: str, steps_of: str | None) -> Way:
+        code = f'optax_ext.{name}(rate, density={density}, axis="data")'
+        return Way(name, "few bits", code, few, work(name), steps_of, exact=False)
 
-    return (
-        Way(
-            "sparse_adamw",
-            "few bits",
-            f'optax_ext.sparse_adamw(rate, density={density}, axis="data")',
-            few,
-            work("sparse_adamw"),
-            steps_of="agreed(few)",
-            exact=False,
-        ),
-        Way(
-            "sparse_sgd",
-            "few bits",
-            f'optax_ext.sparse_sgd(rate, density={density}, axis="data")',
-            few,
-            work("sparse_sgd"),
-            exact=False,
-        ),
-        Way(
-            "powersgd(1), adamw",
-            "factors",
-            behind('powersgd(1, axis="data")'),
-            two_factors(workload),
-            work("powersgd"),
-        ),
-        Way(
-            "dense, adamw",
-            "float16",
-            behind(f'dense(axis="data", buckets={half_buckets}, dtype="float16")'),
-            _dense_cost("dense_bucketed", workload, half),
-            work("dense"),
-            steps_of="dense",
-            buckets=half_buckets,
-            exact=False,
-        ),
-        Way(
-            "dense_bucketed, adamw",
-            "float32",
-            behind(f'dense(axis="data", buckets={buckets})'),
-            predict("dense_bucketed", workload),
+    def dense(name: str, codec: str, exchange: str, words: int, dtype: str = "") -> Way:
+        buckets = bucket_count(words) if exchange == "dense_bucketed" else 1
+        made = f'optax_ext.dense(axis="data", buckets={buckets}{dtype})'
+        return Way(
+            name,
+            codec,
+            f"optax.chain({made}, optax.adamw(rate))",
+            _dense_cost(exchange, workload, words),
             work("dense"),
             steps_of="dense",
             buckets=buckets,
-        ),
+            exact=not dtype,
+        )
+
+    return (
+        sparse("sparse_adamw", steps_of="agreed(few)"),
+        sparse("sparse_sgd", steps_of=None),
         Way(
-            "dense, adamw",
-            "float32",
-            behind('dense(axis="data", buckets=1)'),
-            predict("dense", workload),
-            work("dense"),
-            steps_of="dense",
+            "powersgd(1), adamw",
+            "factors",
+            'optax.chain(optax_ext.powersgd(1, axis="data"), optax.adamw(rate))',
+            two_factors(workload),
+            work("powersgd"),
         ),
+        # A word holds two values.
+        dense(
+            "dense, adamw", "float16", "dense_bucketed", math.ceil(size / 2), ', dtype="float16"'
+        ),
+        dense("dense_bucketed, adamw", "float32", "dense_bucketed", size),
+        dense("dense, adamw", "float32", "dense", size),
     )
 
 
