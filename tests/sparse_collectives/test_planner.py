@@ -152,12 +152,7 @@ FEW_BYTES = {"latency": 0.0, "bandwidth": "1kbit", "codecs": ["raw", "bf16"]}
         # With a dominant latency, psum is chosen, which has the fewest messages.
         (lambda density: allreduce.dense(), "ok_topk", FEW_MESSAGES),
         (lambda density: allreduce.topk_a(codec=sc.wire.bf16()), "topk_a", FEW_BYTES),
-        pytest.param(
-            lambda density: allreduce.ok_topk(density=density),
-            "ok_topk",
-            SLOWLY,
-            marks=pytest.mark.slow,
-        ),
+        *helpers.slow_rows((lambda density: allreduce.ok_topk(density=density), "ok_topk", SLOWLY)),
     ],
 )
 def test_auto_is_the_program_of_the_chosen_one(chosen, name, options):
