@@ -29,10 +29,7 @@ def seconds(
 ) -> float:
     """A time in seconds, from a number of seconds or text such as ``5us``.
 
-    Args:
-      name: the name of the argument, for the error.
-      value: the given value, 0 to 1e9 seconds.
-      form: the expected form, for the error.
+    ``name`` is the name of the argument, and ``form`` the expected form, for the error.
     """
     number = _parse(name, value, _TIMES, form)
     if not 0 <= number <= _LONGEST:
@@ -50,11 +47,7 @@ def bandwidth(name: str, value: float | str) -> float:
 
 
 def count(
-    name: str,
-    value: float | str,
-    *,
-    most: int = _MOST,
-    examples: str = "133M, 133e6 or 1.3B",
+    name: str, value: float | str, *, most: int = _MOST, examples: str = "133M, 133e6 or 1.3B"
 ) -> int:
     """A whole number from 1 to ``most``, from text such as ``133M`` or ``133e6``."""
     form = f"a whole number from 1 to {most:,}, such as {examples}"

@@ -20,11 +20,12 @@ from benchmarks._common.processes import ROOT, environment
 from optax_ext._optimizers._common import default_gain
 from optax_ext._state import _find
 from sparse_collectives import cost_model
-from sparse_collectives.__main__ import _MEASURED_SHARING
 from sparse_collectives.__main__ import main as plan
-from sparse_collectives.planner import _steps
+from sparse_collectives.cost_model._numbers import NUMBERS
+from sparse_collectives.planner import _option_files
 from sparse_collectives.transport import _direct
 from tests.optax_ext.helpers import DOCS, mesh, programs_of
+from tests.sparse_collectives.helpers import direct_messages
 from tools.tables import _learning, _links, _minutes
 from tools.tables.__main__ import main as tables
 from tools.tables._data import table_of
@@ -80,9 +81,9 @@ def test_the_programs_of_the_way_from_optax_run():
 
 def test_the_programs_between_sites_run(capsys, tmp_path):
     waiting, direct, beside, stored = programs_of("between_sites")
-    with _direct.traced_with(False):
+    with direct_messages(False):
         exec(direct, {})
-        assert _direct.is_in_use()
+        assert _direct._in_use
     names = {}
     exec(waiting, names)
     assert names["losses"].shape == (8,)
@@ -296,7 +297,7 @@ def test_the_numbers_of_the_readme_are_those_of_the_data():
     (low, high), (low_1, high_1), (small, _) = ((min(x), max(x)) for x in speeds)
     assert f"{math.floor(low)} to {math.floor(high)} times at 100 Mbit/s" in text
     assert f"{low_1:.1f} to {high_1:.1f} times at 1 Gbit/s; {small:.1f} times for" in text
-    assert f"was {low_1:.1f} to {high_1:.1f} times as fast as dense" in _MEASURED_SHARING
+    assert [round(low_1, 1), round(high_1, 1)] == NUMBERS["shared_cores"]["sparse_adamw"]
     for link, owner in (("100mbit", "PyTorch's "), ("1gbit", "")):
         rows = {row[0]: row[2] for row in _minutes.loss_after_minutes(link)}
         ours, low_rank = rows["`sparse_adamw`"], [rows[x] for x in rows if "PowerSGD" in x]
@@ -310,7 +311,7 @@ def test_the_numbers_of_the_readme_are_those_of_the_data():
     assert f"three seeds; {worst:.1f} % at worst" in text
 
 
-def test_the_steps_to_the_same_loss_are_those_of_the_stored_runs():
+def test_the_steps_to_the_option_files_are_those_of_the_stored_runs():
     """The planner's factors for a step lie on a line through dense runs of two lengths."""
 
     def mean(seeds=None, steps=2000, **of):
@@ -324,7 +325,7 @@ def test_the_steps_to_the_same_loss_are_those_of_the_stored_runs():
         ("agreed(few)", 0.01): "sparse_adamw density=0.01",
         ("ok_topk", 0.01): "sparse_adamw, ok_topk",
     }
-    for name, cases in _steps.MEASURED.items():
+    for name, cases in _option_files.MEASURED.items():
         for (workers, density), factor in cases.items():
             found = mean(contestant=names[name, density], workers=workers)
             above = found - mean(contestant="dense")

@@ -17,7 +17,7 @@ BOTH = ".learning.steps .learning.time"
 LOCAL = ".local.compile_time .local.data_cache .local.partitioned_norms .local.state_memory"
 RECORDING = ".training.fill_in .training.load_balance .training.select_quality"
 DRAWING = f"{RECORDING} .training.paper_counts .local.select_speed"
-DRAWING += " .network.run .network.scaling .network.traffic"
+DRAWING += " .network.planned .network.run .network.scaling .network.traffic"
 REPORTING = f"{DRAWING} {LOCAL} .local.step_cost .training.flush_cost .training.regions"
 
 # Programs and their wrong options; the second table also has the messages.
@@ -42,6 +42,7 @@ REFUSED = [
     (".local.state_memory", "--density 1.5"),
     (".network.traffic", "--workers 1; --sections levels --plot plot.png"),
     (".network.run", "--workers 1; --workers 2.5; --link fast; --density 2; --methods magic"),
+    (".network.planned", "--workers 0; --params many; --bandwidth 25; --compute 1"),
     (".network.scaling", "--workers 0; --density 0; --params many; --local no-such-file"),
     (".network.scaling", "--validate no-such-file; --validate some-file --plot plot.png"),
     (".network.scaling", "--network mine 1us fast --no-programs"),

@@ -6,8 +6,8 @@ import functools
 import numpy as np
 
 from sparse_collectives import cost_model, planner
-from sparse_collectives.cost_model._types import Network
-from sparse_collectives.planner._planner import GPU, Prediction
+from sparse_collectives.cost_model._costs import Network
+from sparse_collectives.planner._ways import GPU, Prediction
 
 from ..network import _volumes
 from ..network.scaling import compare_words

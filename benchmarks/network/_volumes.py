@@ -20,7 +20,7 @@ def _complete(density):
     return sc.allreduce.complete(sc.allreduce.ok_topk(density=density))
 
 
-# The factory of each algorithm, and the row of `cost_model._paper.PAPER` to compare it with.
+# The factory of each algorithm, and the name in `cost_model.paper_cost` to compare it with.
 ALGORITHMS = {
     "dense": (_exact(sc.allreduce.dense), "dense"),
     "dense_bucketed": (lambda density: _PUBLISHED.dense_bucketed(buckets=4), "dense"),

@@ -18,9 +18,8 @@ from typing import Any
 
 from sparse_collectives import _units, cost_model
 from sparse_collectives.cost_model import Workload
-from sparse_collectives.cost_model._types import Network
-from sparse_collectives.planner import _planner
-from sparse_collectives.planner._planner import LocalCost
+from sparse_collectives.cost_model._costs import Network
+from sparse_collectives.planner._ways import CPU, LocalCost
 
 from .._common import display, options, reports
 from .._common.namespaces import rate
@@ -57,14 +56,14 @@ LOCAL = {
 def local_cost(choice: str) -> tuple[LocalCost, float, str]:
     """The cost of a sparse step beyond a dense one, the dense one per parameter, and a name."""
     if choice == "cpu":
-        return _planner.CPU, 0.0, "the planner's cpu"
+        return CPU, 0.0, "the planner's cpu"
     report = reports.read(Path(choice), LOCAL, "benchmarks.local.step_cost --json")
     each = {row["contestant"]: row["median_ms"] / 1e3 / report["size"] for row in report["times"]}
     try:
         dense, sparse = each["dense (psum)"], each["ok_topk"]
     except KeyError as error:
         raise InputError(f"{choice} has no time of {error}") from error
-    return LocalCost(sparse - dense, _planner.CPU.merge), dense, choice
+    return LocalCost(sparse - dense, CPU.merge), dense, choice
 
 
 def predict(
@@ -115,7 +114,7 @@ def validate(path: Path) -> list[dict[str, Any]]:
             raise InputError(f"{path}, latency and rate of a link: {error}") from error
         load = Workload(size, max(1, round(settings["density"] * size)), workers)
         crowding = max(1.0, workers / settings["cores"])
-        merge = LocalCost(0.0, _planner.CPU.merge * crowding)
+        merge = LocalCost(0.0, CPU.merge * crowding)
         model = predict(known[0], load, network, known[1], merge, own)
         step = statistics.median(point["seconds"])
         rows.append(

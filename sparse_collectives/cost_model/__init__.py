@@ -5,10 +5,10 @@ static messages, and ``expected_union`` the fill-in of selections. Nothing here 
 or runs anything, so the answer for any n, k and P is immediate.
 """
 
+from sparse_collectives.cost_model._costs import Workload, network
 from sparse_collectives.cost_model._fill_in import Overlap, expected_union
 from sparse_collectives.cost_model._paper import paper_cost
 from sparse_collectives.cost_model._registry import ALGORITHMS, Algorithm, predict
-from sparse_collectives.cost_model._types import Workload, network
 
 __all__ = [
     "ALGORITHMS",

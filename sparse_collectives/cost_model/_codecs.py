@@ -7,15 +7,7 @@ from sparse_collectives.wire._sizes import MessageSizes
 
 
 def codec_sizes(name: str) -> MessageSizes:
-    """The sizes of a codec by the name of its factory, with its default options.
-
-    Raises:
-      ValueError: there is no such codec.
-
-    Examples:
-      >>> codec_sizes("bf16").pairs(1000, 10**6)
-      1500
-    """
+    """The sizes of a codec by the name of its factory, with its default options."""
     if name not in CODECS:
         raise ValueError(f"codec must be one of {', '.join(CODECS)}, got {name!r}.")
     return CODECS[name]
@@ -25,11 +17,8 @@ def escapes_per_pair(codec: MessageSizes, density: float) -> float:
     r"""Expected escapes for each pair, on uniform indices.
 
     The gap G is then geometric, :math:`P(G \ge g) = (1 - d)^{g-1}`, and takes one
-    escape for each digit of its multiple of the base.
-
-    Args:
-      codec: the sizes of a codec; without gaps there are no escapes.
-      density: d, the share of the places of a message that are selected.
+    escape for each digit of its multiple of the base. d is the share of the places of a message
+    that are selected.
     """
     if codec.gaps is None or density >= 1:
         return 0.0

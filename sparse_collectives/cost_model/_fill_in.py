@@ -36,18 +36,8 @@ def uniform_union(size: float, selected: float, workers: float) -> float:
     .. math:: E[K] = n (1 - (1 - k/n)^P)
 
     This is the closed form of the sum over subsets in the paper's B.1. ``log1p`` and
-    ``expm1`` keep it exact if k/n is tiny and P is large.
-
-    Args:
-      size: n; an effective size may be fractional.
-      selected: k, at most n.
-      workers: P.
-
-    Returns:
-      E[K], in [k, min(n, k P)] for P >= 1.
+    ``expm1`` keep it exact if k/n is tiny and P is large. An effective n may be fractional.
     """
-    if workers == 0:
-        return 0.0
     if selected >= size:
         return float(size)
     return -size * math.expm1(workers * math.log1p(-selected / size))
@@ -59,14 +49,7 @@ def effective_size(selected: int, overlap: Overlap) -> float:
 
     Selections that overlap more than by chance fill in as if the gradient were
     shorter. n' is k if all workers select the same indices, and infinite if no two
-    have an index in common.
-
-    Args:
-      selected: k of the measurement.
-      overlap: the measured union.
-
-    Raises:
-      ValueError: the union is not in [k, k P], or it is of one worker.
+    have an index in common. ``selected`` is k of the measurement.
     """
     union, workers = overlap
     if workers < 2:

@@ -9,21 +9,63 @@ is taken as ceil(log2 P), so that every P >= 1 has a cost.
 
 from collections.abc import Callable
 
-from sparse_collectives.cost_model._types import Cost, Estimate, Workload, log2_rounds
+from sparse_collectives.cost_model._costs import Cost, Estimate, Workload, certain, log2_rounds
+
+# Messages, and the least and the most words of a worker, from n, k, P >= 2 and log P.
+_Formula = Callable[[int, int, int, int], tuple[float, float, float]]
+_ONE_LEVEL: dict[str, _Formula] = {
+    # Rabenseifner (Table 1).
+    "dense": lambda n, k, p, log: (2 * log, 2 * n * (p - 1) / p, 2 * n * (p - 1) / p),
+    # An allgather of all selections (Table 1); with estimated thresholds; with a tree (Table 1).
+    "topk_a": lambda n, k, p, log: (log, 2 * k * (p - 1), 2 * k * (p - 1)),
+    "gaussian_k": lambda n, k, p, log: (2 * log, 2 * k * (p - 1), 2 * k * (p - 1)),
+    "gtopk": lambda n, k, p, log: (2 * log, 4 * k * log, 4 * k * log),
+    # Table 1. Between k = n/2 and n, the best case in pairs is past the switch to dense.
+    "topk_dsa": lambda n, k, p, log: (
+        p + 2 * log,
+        min(4 * k * ((p - 1) / p), (2 * k + n) * ((p - 1) / p)),
+        (2 * k + n) * ((p - 1) / p),
+    ),
+    # Table 1, Theorem 3.1 and equation 3.
+    "ok_topk": lambda n, k, p, log: (
+        2 * p + 2 * log,
+        2 * k * ((p - 1) / p),
+        6 * k * ((p - 1) / p),
+    ),
+    # One team of workers.
+    "spardl": lambda n, k, p, log: (2 * log, 4 * k * (p - 1) / p, 4 * k * (p - 1) / p),
+    "ssar_recursive_double": lambda n, k, p, log: _recursive_double(k, p),
+    # SparCML, 5.3.2 and 5.3.3: [2 (P-1)/P, P] k pairs; n (P-1)/P words and up to k pairs.
+    "ssar_split_allgather": lambda n, k, p, log: (
+        p - 1 + log,
+        4 * k * ((p - 1) / p),
+        2 * k * p,
+    ),
+    "dsar_split_allgather": lambda n, k, p, log: (
+        p - 1 + log,
+        n * (p - 1) / p,
+        2 * k + n * (p - 1) / p,
+    ),
+}
 
 
-def _bounds(messages: float, lower: float, upper: float) -> Estimate:
-    low, high = (Cost(messages, words, words) for words in (lower, upper))
-    return Estimate(low, high, high)
+def _recursive_double(k: int, workers: int) -> tuple[float, float, float]:
+    """SparCML, 5.3.1: [log P, P - 1] k pairs, log P messages.
+
+    If P is not a power of two, the workers beyond the largest power of two below P fold into a
+    partner: one message at the beginning, and the result at the end (appendix A).
+    """
+    paired = 1 << (workers.bit_length() - 1)
+    rounds = log2_rounds(paired)
+    if paired == workers:
+        return rounds, 2 * k * rounds, 2 * k * (workers - 1)
+    # Without overlap a folded pair holds 2k, and a round at most doubles that; no worker holds
+    # more than all entries.
+    pairs = k + k * workers + sum(min(2 * k << t, k * workers) for t in range(rounds))
+    return rounds + 2, 2 * k * (rounds + 2), 2 * pairs
 
 
-def dense(w: Workload) -> Estimate:
-    """2n (P-1)/P words, 2 log P messages: Rabenseifner (Table 1)."""
-    words = 2 * w.size * (w.workers - 1) / w.workers
-    return _bounds(2 * log2_rounds(w.workers), words, words)
-
-
-def tree(w: Workload) -> Estimate:
+def _tree(w: Workload) -> Estimate:
     """TreeAR: 2n words, 4 log m messages, between m nodes; chains of their g workers.
 
     These are the double binary trees of Sanders et al. (Parallel Computing 35, 2009), as in
@@ -36,94 +78,11 @@ def tree(w: Workload) -> Estimate:
     """
     group, nodes = w.inner_size, w.workers // w.inner_size
     words = 2 * w.size / group if nodes > 1 else 0
-    cost = Cost(
-        messages=4 * log2_rounds(nodes),
-        words=words,
-        path_words=words,
-        inner_messages=2 * (group - 1),
-        inner_words=2 * w.size if group > 1 else 0,
-    )
-    return Estimate(cost, cost, cost)
+    inside = 2 * w.size if group > 1 else 0
+    return certain(Cost(4 * log2_rounds(nodes), words, words, 2 * (group - 1), inside))
 
 
-def topk_a(w: Workload) -> Estimate:
-    """2k (P-1) words, log P messages: an allgather of all selections (Table 1)."""
-    words = 2 * w.selected * (w.workers - 1)
-    return _bounds(log2_rounds(w.workers), words, words)
-
-
-def gaussian_k(w: Workload) -> Estimate:
-    """2k (P-1) words, 2 log P messages: TopkA with estimated thresholds (Table 1)."""
-    words = 2 * w.selected * (w.workers - 1)
-    return _bounds(2 * log2_rounds(w.workers), words, words)
-
-
-def topk_dsa(w: Workload) -> Estimate:
-    """[4k, 2k + n] (P-1)/P words, P + 2 log P messages (Table 1)."""
-    share = (w.workers - 1) / w.workers
-    # Between k = n/2 and n, the best case in pairs is past the switch to dense.
-    upper = (2 * w.selected + w.size) * share
-    messages = w.workers + 2 * log2_rounds(w.workers) if w.workers > 1 else 0
-    return _bounds(messages, min(4 * w.selected * share, upper), upper)
-
-
-def gtopk(w: Workload) -> Estimate:
-    """4k log P words, 2 log P messages: a reduction tree, then a broadcast (Table 1)."""
-    rounds = log2_rounds(w.workers)
-    return _bounds(2 * rounds, 4 * w.selected * rounds, 4 * w.selected * rounds)
-
-
-def ok_topk(w: Workload) -> Estimate:
-    """[2k, 6k] (P-1)/P words, 2P + 2 log P messages (Table 1, Theorem 3.1, equation 3)."""
-    share = (w.workers - 1) / w.workers
-    messages = 2 * w.workers + 2 * log2_rounds(w.workers) if w.workers > 1 else 0
-    return _bounds(messages, 2 * w.selected * share, 6 * w.selected * share)
-
-
-def spardl(w: Workload) -> Estimate:
-    """4k (P-1)/P words, 2 log P messages: one team of workers (arXiv 2304.00737)."""
-    words = 4 * w.selected * (w.workers - 1) / w.workers
-    return _bounds(2 * log2_rounds(w.workers), words, words)
-
-
-def ssar_recursive_double(w: Workload) -> Estimate:
-    """[log P, P - 1] k pairs, log P messages (section 5.3.1).
-
-    If P is not a power of two, the workers beyond the largest power of two below
-    P fold into a partner: one message at the beginning, and the result at the end
-    (appendix A).
-    """
-    paired = 1 << (w.workers.bit_length() - 1)
-    rounds = log2_rounds(paired)
-    if paired == w.workers:
-        return _bounds(rounds, 2 * w.selected * rounds, 2 * w.selected * (w.workers - 1))
-    # Without overlap a folded pair holds 2k, and a round at most doubles that; no
-    # worker holds more than all entries.
-    everything = w.selected * w.workers
-    pairs = w.selected + everything
-    pairs += sum(min(2 * w.selected << t, everything) for t in range(rounds))
-    return _bounds(rounds + 2, 2 * w.selected * (rounds + 2), 2 * pairs)
-
-
-def ssar_split_allgather(w: Workload) -> Estimate:
-    """[2 (P-1)/P, P] k pairs, P - 1 + log P messages (section 5.3.2)."""
-    if w.workers == 1:
-        return _bounds(0, 0, 0)
-    share = (w.workers - 1) / w.workers
-    messages = w.workers - 1 + log2_rounds(w.workers)
-    return _bounds(messages, 4 * w.selected * share, 2 * w.selected * w.workers)
-
-
-def dsar_split_allgather(w: Workload) -> Estimate:
-    """[0, k] pairs and n (P-1)/P words, P - 1 + log P messages (section 5.3.3)."""
-    if w.workers == 1:
-        return _bounds(0, 0, 0)
-    dense_words = w.size * (w.workers - 1) / w.workers
-    messages = w.workers - 1 + log2_rounds(w.workers)
-    return _bounds(messages, dense_words, 2 * w.selected + dense_words)
-
-
-def hierarchical(w: Workload) -> Estimate:
+def _hierarchical(w: Workload) -> Estimate:
     """HiTopKComm: equations 7, 9 and 10, in words.
 
     With d = n components, density rho, m nodes of ``inner_size`` = g workers:
@@ -136,40 +95,22 @@ def hierarchical(w: Workload) -> Estimate:
     def cost(pair_words: int) -> Cost:
         outer = pair_words * (nodes - 1) * w.selected / group
         gathered = pair_words * (group - 1) * w.selected * nodes / group
-        return Cost(
-            messages=log2_rounds(nodes),
-            words=outer,
-            path_words=outer,
-            inner_messages=group - 1 + log2_rounds(group),
-            inner_words=(group - 1) * w.size / group + gathered,
-        )
+        inside = (group - 1) * w.size / group + gathered
+        return Cost(log2_rounds(nodes), outer, outer, group - 1 + log2_rounds(group), inside)
 
     return Estimate(cost(1), cost(2), cost(2))
 
 
-PAPER: dict[str, Callable[[Workload], Estimate]] = {
-    "dense": dense,
-    "tree": tree,
-    "topk_a": topk_a,
-    "gaussian_k": gaussian_k,
-    "topk_dsa": topk_dsa,
-    "gtopk": gtopk,
-    "ok_topk": ok_topk,
-    "spardl": spardl,
-    "ssar_recursive_double": ssar_recursive_double,
-    "ssar_split_allgather": ssar_split_allgather,
-    "dsar_split_allgather": dsar_split_allgather,
-    "hierarchical": hierarchical,
-}
+_TWO_LEVELS = {"tree": _tree, "hierarchical": _hierarchical}
+PAPER = (*_ONE_LEVEL, *_TWO_LEVELS)
 
 
 def paper_cost(name: str, workload: Workload) -> Estimate:
     """The cost of an algorithm as its paper states it.
 
     Args:
-      name: a key of ``PAPER``: dense, tree, topk_a, gaussian_k, topk_dsa, gtopk, ok_topk,
-        spardl, ssar_recursive_double, ssar_split_allgather, dsar_split_allgather,
-        hierarchical.
+      name: dense, tree, topk_a, gaussian_k, topk_dsa, gtopk, ok_topk, spardl,
+        ssar_recursive_double, ssar_split_allgather, dsar_split_allgather, hierarchical.
       workload: n, k and P, and the workers of a node for ``hierarchical`` and ``tree``.
 
     Returns:
@@ -182,14 +123,13 @@ def paper_cost(name: str, workload: Workload) -> Estimate:
       >>> paper_cost("ok_topk", Workload(size=1000, selected=10, workers=4)).upper.words
       45.0
     """
-    if name not in PAPER:
+    if name in _TWO_LEVELS:
+        return _TWO_LEVELS[name](workload)
+    if name not in _ONE_LEVEL:
         raise ValueError(f"name must be one of {', '.join(PAPER)}, got {name!r}.")
-    return PAPER[name](workload)
-
-
-def sparse_limit(size: int, *, value_words: float = 1.0, index_words: float = 1.0) -> float:
-    """delta: the number of pairs from which on a dense message is shorter.
-
-    SparCML, section 5.1. It is n / 2 for pairs of a float32 and an int32.
-    """
-    return size * value_words / (value_words + index_words)
+    if workload.workers == 1:
+        return certain(Cost())
+    n, k, workers = workload.size, workload.selected, workload.workers
+    messages, *bounds = _ONE_LEVEL[name](n, k, workers, log2_rounds(workers))
+    low, high = (Cost(messages, words, words) for words in bounds)
+    return Estimate(low, high, high)

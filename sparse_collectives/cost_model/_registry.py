@@ -1,7 +1,6 @@
 """The table of the allreduces: a new one adds a row here.
 
-The cost model, the planner and its picture, ``auto``, and the tests of the contract iterate over
-it.
+The cost model, the planner, ``auto``, and the tests of the contract iterate over it.
 """
 
 import math
@@ -11,12 +10,12 @@ from typing import Any, NamedTuple
 from sparse_collectives import allreduce
 from sparse_collectives._types import Codec, SparseAllreduce
 from sparse_collectives.allreduce import published
-from sparse_collectives.cost_model import _implementation as flat
+from sparse_collectives.cost_model import _formulas as flat
 from sparse_collectives.cost_model import _two_levels as nodes
 from sparse_collectives.cost_model._codecs import codec_sizes
-from sparse_collectives.cost_model._gpu import Program
-from sparse_collectives.cost_model._implementation import Formula
-from sparse_collectives.cost_model._types import Estimate, Workload
+from sparse_collectives.cost_model._costs import Estimate, Workload
+from sparse_collectives.cost_model._formulas import Formula
+from sparse_collectives.cost_model._numbers import PROGRAMS, Program
 
 # Slots for every entry that may arrive.
 _ALL = {"slack": math.inf, "fill": math.inf}
@@ -25,9 +24,7 @@ PAIR_CODECS = ("raw", "bf16", "narrow16", "narrow8")
 
 
 class Algorithm(NamedTuple):
-    """An allreduce as it is planned, predicted, drawn and tested.
-
-    The field ``colour`` is matplotlib's name of the color of its line in the planner's picture.
+    """An allreduce as it is planned, predicted and tested.
 
     Attributes:
       name: its key in :data:`ALGORITHMS`.
@@ -36,66 +33,55 @@ class Algorithm(NamedTuple):
       formula: its cost.
       codecs: the encodings that make sense with it, the exact one first.
       dense: whether it exchanges all entries, without a selection.
-      two_level: whether it needs workers grouped in nodes.
-      hierarchical: whether ``factory`` is the outer exchange of ``hierarchical``.
+      two_level: whether it needs workers grouped in nodes; ``factory`` is then the outer exchange
+        of ``hierarchical``, unless the row is ``dense``.
       overlaps: whether it can run while the gradients are computed.
       complete: whether all workers add their values at an index that any of them selected (full
         sums), so that the allreduce takes part in the selection.
-      rounds: whether it rounds values without a codec.
+      lossy: whether it rounds values without a codec.
       room: further arguments with which it delivers every selected entry; empty if it always
         does, and None if the algorithm chooses the entries that it delivers.
-      keeps_sums: whether a worker may keep sums of entries that others sent, in addition to
-        entries that it selected.
       wide: whether it sums float64 to the precision of float64.
       planned: whether the planner offers it.
-      gpu: the steady step around it as XLA compiles it for a GPU; None if it was not compiled.
     """
 
     name: str
     factory: Callable[..., SparseAllreduce]
     arguments: Callable[[Workload], dict[str, Any]]
     formula: Formula
-    colour: str
     codecs: tuple[str, ...] = ("raw",)
     dense: bool = False
     two_level: bool = False
-    hierarchical: bool = False
     overlaps: bool = False
     complete: bool = False
-    rounds: bool = False
+    lossy: bool = False
     room: Mapping[str, float] | None = None
-    keeps_sums: bool = False
     wide: bool = False
     planned: bool = True
-    gpu: Program | None = None
 
     @property
-    def encodes(self) -> bool:
-        """Whether it takes a codec."""
-        return len(self.codecs) > 1
+    def gpu(self) -> Program | None:
+        """The steady step around it as XLA compiles it for a GPU; None if it was not compiled."""
+        return PROGRAMS.get(self.factory.__name__ if self.two_level else self.name)
 
     def make(self, workload: Workload, codec: Codec | None = None) -> SparseAllreduce:
         """The allreduce for a workload, in the exact encoding if no other one is given.
 
         With two levels, it is the exchange between nodes alone.
         """
-        encoding = {} if codec is None or not self.encodes else {"codec": codec}
+        encoding = {} if codec is None or len(self.codecs) == 1 else {"codec": codec}
         return self.factory(**self.arguments(workload), **encoding)
 
     def code(self, workload: Workload, codec: str = "raw") -> str:
         """The expression that makes it, with the default codec left out."""
         name = self.factory.__name__
         space = "allreduce" if name in allreduce.__all__ else "allreduce.published"
-        given = [f"{key}={_text(value)}" for key, value in self.arguments(workload).items()]
+        given = [f"{key}={value!r}" for key, value in self.arguments(workload).items()]
         encoding = [] if codec == "raw" else [f"codec=sc.wire.{codec}()"]
         call = f"sc.{space}.{name}({', '.join([*given, *encoding])})"
-        if self.hierarchical:
+        if self.two_level and not self.dense:
             call = f'sc.allreduce.hierarchical(inner_axis="device", outer={call})'
         return call
-
-
-def _text(value: Any) -> str:
-    return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
 def _nothing(workload: Workload) -> dict[str, Any]:
@@ -125,136 +111,69 @@ def _pairs(
     factory: Callable[..., SparseAllreduce],
     arguments: Callable[[Workload], dict[str, Any]],
     formula: Formula,
-    colour: str,
     **more: Any,
 ) -> Algorithm:
     return Algorithm(
-        factory.__name__, factory, arguments, formula, colour, **{"codecs": PAIR_CODECS, **more}
+        factory.__name__, factory, arguments, formula, **{"codecs": PAIR_CODECS, **more}
     )
 
 
-def _between_nodes(row: Algorithm, colour: str, flags: Any = nodes.nothing_agreed) -> Algorithm:
-    return row._replace(
-        name=f"hierarchical({row.name})",
-        formula=nodes.hierarchical(row.formula, flags),
-        colour=colour,
-        two_level=True,
-        hierarchical=True,
-    )
+def _between_nodes(row: Algorithm, flags_of: Any = None) -> Algorithm:
+    formula = nodes.hierarchical(row.formula, flags_of)
+    return row._replace(name=f"hierarchical({row.name})", formula=formula, two_level=True)
 
 
-_TOPK_A = _pairs(
-    allreduce.topk_a, _nothing, flat.topk_a, "tab:blue", room={}, wide=True, gpu=Program(89, 44.3)
-)
-_GTOPK = _pairs(
-    published.gtopk, _density, flat.gtopk, "tab:olive", keeps_sums=True, gpu=Program(217, 56.0)
-)
-_SPARDL = _pairs(
-    allreduce.spardl, _density, flat.spardl, "tab:red", keeps_sums=True, gpu=Program(281, 42.3)
-)
-_OK_TOPK = _pairs(allreduce.ok_topk, _density, flat.ok_topk, "navy", gpu=Program(152, 34.4))
-_AGREED = Algorithm(
-    "agreed",
-    allreduce.agreed,
-    _density,
-    flat.agreed(bits=32),
-    "tab:orange",
-    complete=True,
-    gpu=Program(73, 28.9),
-)
+_TOPK_A = _pairs(allreduce.topk_a, _nothing, flat.topk_a, room={}, wide=True)
+_GTOPK = _pairs(published.gtopk, _density, flat.gtopk)
+_SPARDL = _pairs(allreduce.spardl, _density, flat.spardl)
+_OK_TOPK = _pairs(allreduce.ok_topk, _density, flat.ok_topk)
+_DENSE = Algorithm("dense", allreduce.dense, _nothing, flat.dense, dense=True, room={}, wide=True)
+_AGREED = Algorithm("agreed", allreduce.agreed, _density, flat.agreed(bits=32), complete=True)
 
 _ROWS = (
-    Algorithm(
-        "dense",
-        allreduce.dense,
-        _nothing,
-        flat.dense,
-        "black",
-        dense=True,
-        room={},
-        wide=True,
-        gpu=Program(6, 24.0),
-    ),
-    Algorithm(
-        "dense_bucketed",
-        published.dense_bucketed,
-        _buckets,
-        flat.dense_bucketed,
-        "gray",
-        dense=True,
+    _DENSE,
+    _DENSE._replace(
+        name="dense_bucketed",
+        factory=published.dense_bucketed,
+        arguments=_buckets,
+        formula=flat.dense_bucketed,
         overlaps=True,
-        room={},
-        wide=True,
     ),
-    Algorithm(
-        "torus_2d",
-        published.torus_2d,
-        _nothing,
-        nodes.torus_2d,
-        "tan",
-        dense=True,
-        two_level=True,
-        room={},
-        wide=True,
+    _DENSE._replace(
+        name="torus_2d", factory=published.torus_2d, formula=nodes.torus_2d, two_level=True
     ),
     _TOPK_A,
     # For selections without a common index.
-    _pairs(published.sparse_allgather, _nothing, flat.topk_a, "sienna", wide=True, planned=False),
+    _pairs(published.sparse_allgather, _nothing, flat.topk_a, wide=True, planned=False),
     _pairs(
-        published.ssar_recursive_double,
-        _nothing,
-        flat.ssar_recursive_double,
-        "tab:cyan",
-        room={},
-        wide=True,
-        gpu=Program(120, 65.4),
+        published.ssar_recursive_double, _nothing, flat.ssar_recursive_double, room={}, wide=True
     ),
-    _pairs(
-        published.ssar_split_allgather,
-        _fill,
-        flat.ssar_split_allgather,
-        "tab:purple",
-        room=_ALL,
-        wide=True,
-        gpu=Program(103, 41.9),
-    ),
+    _pairs(published.ssar_split_allgather, _fill, flat.ssar_split_allgather, room=_ALL, wide=True),
     # Random rounding (`qsgd`) is for dense runs, which no other algorithm has.
     _pairs(
         published.dsar_split_allgather,
         _nothing,
         flat.dsar_split_allgather,
-        "tab:pink",
         codecs=(*PAIR_CODECS, "qsgd"),
         room={"slack": math.inf},
         wide=True,
-        gpu=Program(107, 42.3),
     ),
-    _pairs(published.ring_sparse, _fill, flat.ring_sparse, "tab:brown", room=_ALL, wide=True),
+    _pairs(published.ring_sparse, _fill, flat.ring_sparse, room=_ALL, wide=True),
     _GTOPK,
     _SPARDL,
     _OK_TOPK,
     _AGREED,
     _AGREED._replace(
-        name="agreed(few)",
-        arguments=_few_bits,
-        formula=flat.agreed(bits=None),
-        colour="tab:green",
-        rounds=True,
-        gpu=Program(88, 29.1),
+        name="agreed(few)", arguments=_few_bits, formula=flat.agreed(bits=None), lossy=True
     ),
-    Algorithm("leader", published.leader, _nothing, flat.leader, "gold", complete=True),
+    Algorithm("leader", published.leader, _nothing, flat.leader, complete=True),
     Algorithm(
-        "shared_random",
-        allreduce.shared_random,
-        _density,
-        flat.shared_random,
-        "lime",
-        complete=True,
+        "shared_random", allreduce.shared_random, _density, flat.shared_random, complete=True
     ),
-    _between_nodes(_TOPK_A, "teal"),
-    _between_nodes(_GTOPK, "magenta"),
-    _between_nodes(_SPARDL, "crimson"),
-    _between_nodes(_OK_TOPK, "indigo", flat.ok_topk_flags),
+    _between_nodes(_TOPK_A),
+    _between_nodes(_GTOPK),
+    _between_nodes(_SPARDL),
+    _between_nodes(_OK_TOPK, flat.ok_topk_flags),
 )
 
 ALGORITHMS: Mapping[str, Algorithm] = {row.name: row for row in _ROWS}
@@ -285,4 +204,4 @@ def predict(name: str, workload: Workload, codec: str = "raw") -> Estimate:
     """
     if name not in ALGORITHMS:
         raise ValueError(f"name must be one of {', '.join(ALGORITHMS)}, got {name!r}.")
-    return ALGORITHMS[name].formula(workload, codec_sizes(codec))
+    return flat.evaluate(ALGORITHMS[name].formula, workload, codec_sizes(codec))

@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable
 
 from sparse_collectives.cost_model._codecs import MessageSizes
-from sparse_collectives.cost_model._implementation import Formula, dense
-from sparse_collectives.cost_model._types import Cost, Estimate, Workload, certain, log2_rounds
+from sparse_collectives.cost_model._costs import Cost, Estimate, Workload, certain, log2_rounds
+from sparse_collectives.cost_model._formulas import Formula, dense, evaluate
 from sparse_collectives.transport import _dispatch
 
 INFO_WORDS = 3
@@ -23,16 +23,12 @@ def _within_nodes(w: Workload) -> Cost:
 
 def _between_nodes(w: Workload) -> Workload:
     """The workload of the workers that hold the same shard, one in each node."""
-    size = math.ceil(w.size / w.inner_size)
+    size, overlap = math.ceil(w.size / w.inner_size), w.overlap
     selected = min(size, max(1, round(w.density * size)))
-    # The union of a shard is the same share of the whole union.
-    return Workload(size, selected, w.workers // w.inner_size, overlap=_scaled(w, selected))
-
-
-def _scaled(w: Workload, selected: int):
-    if w.overlap is None:
-        return None
-    return w.overlap._replace(union=w.overlap.union * selected / w.selected)
+    if overlap is not None:
+        # The union of a shard is the same share of the whole union.
+        overlap = overlap._replace(union=overlap.union * selected / w.selected)
+    return Workload(size, selected, w.workers // w.inner_size, overlap=overlap)
 
 
 def torus_2d(w: Workload, codec: MessageSizes) -> Estimate:
@@ -40,20 +36,13 @@ def torus_2d(w: Workload, codec: MessageSizes) -> Estimate:
     return certain(_within_nodes(w) + dense(_between_nodes(w), codec).expected)
 
 
-def nothing_agreed(w: Workload) -> tuple[int, int, int]:
-    del w
-    return 0, 0, 0
-
-
 def hierarchical(
-    formula: Formula, agreed: Callable[[Workload], tuple[int, int, int]] = nothing_agreed
+    formula: Formula, flags_of: Callable[[Workload], tuple[int, int, int]] | None = None
 ) -> Formula:
     """An exchange of shards between nodes, inside a dense exchange within them.
 
-    Args:
-      formula: the cost of the exchange between nodes.
-      agreed: words that it sums over the workers of a node, so that all of them
-        take the same branch: at least, as expected, and at most.
+    ``flags_of`` returns the words that it sums over the workers of a node, so that all of them
+    take the same branch: at least, as expected, and at most.
     """
 
     def cost(w: Workload, codec: MessageSizes) -> Estimate:
@@ -63,15 +52,11 @@ def hierarchical(
             inner_messages=rounds, inner_words=_dispatch.words_of_all_gather(INFO_WORDS, group)
         )
         outer = _between_nodes(w)
+        costs = [inner + cost for cost in evaluate(formula, outer, codec)]
+        if flags_of is not None:
+            for i, words in enumerate(flags_of(outer)):
+                summed = _dispatch.words_of_all_reduce(words, group)
+                costs[i] += Cost(inner_messages=2 * rounds, inner_words=summed)
+        return Estimate(*costs)
 
-        def told(words: int) -> Cost:
-            if not words:
-                return Cost()
-            summed = _dispatch.words_of_all_reduce(words, group)
-            return Cost(inner_messages=2 * rounds, inner_words=summed)
-
-        flags, costs = agreed(outer), formula(outer, codec)
-        return Estimate(*(inner + told(f) + c for f, c in zip(flags, costs, strict=True)))
-
-    cost.__doc__ = f"Between dense steps in the node, on a shard: {formula.__doc__}"
     return cost

@@ -4,7 +4,8 @@
 whole optimizers.
 """
 
-from sparse_collectives.planner._auto import auto, explain_auto
-from sparse_collectives.planner._planner import LocalCost, plan
+from sparse_collectives.planner._allreduces import plan
+from sparse_collectives.planner._auto import auto
+from sparse_collectives.planner._ways import LocalCost
 
-__all__ = ["LocalCost", "auto", "explain_auto", "plan"]
+__all__ = ["LocalCost", "auto", "plan"]

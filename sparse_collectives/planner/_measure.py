@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from sparse_collectives import transport
 from sparse_collectives._types import AxisName
 from sparse_collectives._validation import check_positive_int
-from sparse_collectives.cost_model._types import BYTES_PER_WORD, Network, log2_rounds
+from sparse_collectives.cost_model._costs import BYTES_PER_WORD, Network, log2_rounds
 from sparse_collectives.transport import _dispatch
 
 # Collectives in one program, so that its launch is a small part of its time.
@@ -63,10 +63,6 @@ class Measured(NamedTuple):
         """The network with this latency and bandwidth."""
         return Network(self.latency, BYTES_PER_WORD / self.bandwidth)
 
-    def as_dict(self) -> dict[str, Any]:
-        """The content of a JSON file, of which the planner reads ``latency`` and ``bandwidth``."""
-        return {**self._asdict(), "samples": [sample._asdict() for sample in self.samples]}
-
 
 def fit(samples: Sequence[Sample]) -> tuple[float, float]:
     r"""Alpha and beta, both at least 0, from measured times.
@@ -75,15 +71,6 @@ def fit(samples: Sequence[Sample]) -> tuple[float, float]:
     because the times of small and large messages differ by orders of magnitude. It is
     reweighted so that in the end the absolute error counts instead of the squared one,
     and a few disturbed samples change nothing.
-
-    Args:
-      samples: at least two, of different sizes.
-
-    Returns:
-      alpha in seconds, beta in seconds per word.
-
-    Raises:
-      ValueError: fewer than two samples, or a time that is not above 0.
     """
     if len(samples) < 2:
         raise ValueError(f"samples must be at least 2, to fit two numbers, got {len(samples)}.")
@@ -112,12 +99,8 @@ def _nonnegative(rows: np.ndarray, weights: np.ndarray) -> np.ndarray:
     if np.all(x >= 0):
         return x
     # One unknown is then 0: take the better of the two fits with the other.
-    candidates = []
-    for column in range(2):
-        x = np.zeros(2)
-        norm = a[:, column] @ a[:, column]
-        x[column] = max(0.0, a[:, column] @ b / norm) if norm > 0 else 0.0
-        candidates.append(x)
+    norms = np.maximum(np.sum(a * a, axis=0), np.finfo(float).tiny)
+    candidates = np.diag(np.maximum(0.0, b @ a / norms))
     return min(candidates, key=lambda x: float(np.sum((a @ x - b) ** 2)))
 
 
@@ -174,7 +157,7 @@ def measure(
             "a CPU: --devices, or jax.config.update('jax_num_cpu_devices', N))."
         )
     programs = [
-        (name, messages, words(size), *_program(body, size, mesh, names))
+        (name, messages, words(size, workers), *_program(body, size, mesh, names))
         for size in sizes
         for name, messages, words, body in _collectives(workers, names)
     ]
@@ -203,7 +186,7 @@ def measure(
 
 
 def _collectives(workers: int, axis: AxisName) -> list[tuple[str, int, Callable, Callable]]:
-    """Name, messages, words for a size, and a step that keeps the shape of its operand."""
+    """Name, messages, words for a size and P, and a step that keeps the shape of its operand."""
     rounds = log2_rounds(workers)
     pairs = [(source, (source + 1) % workers) for source in range(workers)]
 
@@ -212,20 +195,16 @@ def _collectives(workers: int, axis: AxisName) -> list[tuple[str, int, Callable,
         everyone = lax.optimization_barrier(transport.all_gather(x, axis))
         return everyone[(transport.axis_index(axis) + 1) % workers]
 
+    def psum(x):
+        return transport.psum(x, axis) / workers
+
+    def permute(x):
+        return transport.ppermute(x, axis, pairs)
+
     return [
-        (
-            "psum",
-            2 * rounds,
-            lambda size: _dispatch.words_of_all_reduce(size, workers),
-            lambda x: transport.psum(x, axis) / workers,
-        ),
-        ("all_gather", rounds, lambda size: _dispatch.words_of_all_gather(size, workers), gather),
-        (
-            "ppermute",
-            1,
-            lambda size: _dispatch.words_of_ppermute(size, workers),
-            lambda x: transport.ppermute(x, axis, pairs),
-        ),
+        ("psum", 2 * rounds, _dispatch.words_of_all_reduce, psum),
+        ("all_gather", rounds, _dispatch.words_of_all_gather, gather),
+        ("ppermute", 1, _dispatch.words_of_ppermute, permute),
     ]
 
 

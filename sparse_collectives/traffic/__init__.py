@@ -13,7 +13,7 @@ arrays, and those that XLA merges, splits or removes. It does not see exchanges 
 custom calls and kernels either; an exchange over MPI is an error.
 """
 
-from sparse_collectives.traffic._public import of_allreduce, of_function, of_traced
+from sparse_collectives.traffic._meter import of_allreduce, of_function, of_traced
 
 __all__ = [
     "of_allreduce",

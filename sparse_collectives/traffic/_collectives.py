@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import numpy as np
 
 from sparse_collectives import _compat
-from sparse_collectives.traffic._tree import Collective, Scope, shown
+from sparse_collectives.traffic._traffic import CollectiveTraffic, Scope, shown
 from sparse_collectives.transport import _dispatch
 
 # By the primitive's name; `check_vma=True` turns them into `psum_invariant` and the like.
@@ -49,16 +48,10 @@ _FREE = {
 }
 
 
-def collective_of(eqn: Any, axes: Mapping[Any, int], scope: Scope) -> Collective | None:
-    """The collective that `eqn` is, or None.
+def collective_of(eqn: Any, axes: Mapping[Any, int], scope: Scope) -> CollectiveTraffic | None:
+    """The collective that an equation is, executed once; None if it is none.
 
-    Args:
-      eqn: an equation of a jaxpr.
-      axes: the sizes of the mesh axes that are bound around it.
-      scope: the scope of the equation.
-
-    Returns:
-      The collective with the words that each worker receives.
+    ``axes`` has the sizes of the mesh axes that are bound around it.
 
     Raises:
       ValueError: a collective that is not in the table above, or one whose
@@ -90,7 +83,7 @@ def collective_of(eqn: Any, axes: Mapping[Any, int], scope: Scope) -> Collective
     return None
 
 
-def _measured(eqn, kind: str, axes: Mapping[Any, int], scope: Scope) -> Collective:
+def _measured(eqn, kind: str, axes: Mapping[Any, int], scope: Scope) -> CollectiveTraffic:
     params = eqn.params
     over = params["axes"] if "axes" in params else params["axis_name"]
     over = over if isinstance(over, (tuple, list)) else (over,)
@@ -106,14 +99,14 @@ def _measured(eqn, kind: str, axes: Mapping[Any, int], scope: Scope) -> Collecti
     dimensions = [axis for axis in over if isinstance(axis, int)]
     words = sum(_words(variable.aval, dimensions) for variable in eqn.invars)
     if kind == "collective_permute":
-        received = _dispatch.words_of_ppermute(words, workers, params["perm"])
-        return Collective(scope, kind, received, workers, tuple(names))
-    groups = params.get("axis_index_groups")
-    sizes = np.array([len(group) for group in groups] if groups else [workers])
-    # With groups of several sizes: the mean over workers.
-    received = sum(_VOLUMES[kind](words, int(size)) * int(size) for size in sizes)
-    received = float(received / sizes.sum())
-    return Collective(scope, kind, received, int(sizes.max()), tuple(names))
+        received, group = _dispatch.words_of_ppermute(words, workers, params["perm"]), workers
+    else:
+        groups = params.get("axis_index_groups")
+        sizes = [len(group) for group in groups] if groups else [workers]
+        # With groups of several sizes: the mean over workers.
+        received = sum(_VOLUMES[kind](words, size) * size for size in sizes) / sum(sizes)
+        group = max(sizes)
+    return CollectiveTraffic(kind, "/".join(scope), received, 1.0, group, tuple(names))
 
 
 def _words(aval, dimensions) -> float:

@@ -11,15 +11,10 @@ from sparse_collectives import _compat
 
 
 def constants_of(jaxpr: Any, values: Sequence[Any], arguments: Mapping[int, int]) -> dict[Any, int]:
-    """The variables of a jaxpr that are constant integers.
+    """The variables of an open jaxpr that are constant integers.
 
-    Args:
-      jaxpr: an open jaxpr.
-      values: the values of its constants.
-      arguments: its constant arguments, by position.
-
-    Returns:
-      A mapping from variable to value.
+    ``values`` are the values of its constants, and ``arguments`` has its constant arguments by
+    position.
     """
     known = {jaxpr.invars[i]: value for i, value in arguments.items() if i < len(jaxpr.invars)}
     for variable, value in zip(jaxpr.constvars, values):
@@ -37,6 +32,12 @@ def constant(value: Any, known: Mapping[Any, int]) -> int | None:
     return int(value.val)
 
 
+def forwarded(operands: Sequence[Any], known: Mapping[Any, int]) -> dict[int, int]:
+    """The constants among the operands of a call, by position."""
+    found = ((i, constant(operand, known)) for i, operand in enumerate(operands))
+    return {i: number for i, number in found if number is not None}
+
+
 def _is_counter(aval) -> bool:
     return aval.shape == () and np.issubdtype(aval.dtype, np.integer)
 
@@ -44,26 +45,15 @@ def _is_counter(aval) -> bool:
 def trip_count(eqn: Any, known: Mapping[Any, int]) -> int | None:
     """The iterations of a `while` equation; None if they depend on data.
 
-    Args:
-      eqn: the equation. It is not a `scan`, and so not a `fori_loop` from and to
-        Python integers, which states its length itself.
-      known: the constants around it.
+    A `fori_loop` from and to Python integers is a `scan`, which states its length itself.
     """
     condition, condition_values = _compat.open_jaxpr(eqn.params["cond_jaxpr"])
     body, body_values = _compat.open_jaxpr(eqn.params["body_jaxpr"])
     skip, body_skip = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    condition_operands = eqn.invars[:skip]
-    body_operands = eqn.invars[skip : skip + body_skip]
+    of_condition, of_body = eqn.invars[:skip], eqn.invars[skip : skip + body_skip]
     carried = eqn.invars[skip + body_skip :]
-
-    def in_(jaxpr, values, operands):
-        found = {i: constant(operand, known) for i, operand in enumerate(operands)}
-        return constants_of(
-            jaxpr, values, {i: value for i, value in found.items() if value is not None}
-        )
-
-    in_condition = in_(condition, condition_values, condition_operands)
-    in_body = in_(body, body_values, body_operands)
+    in_condition = constants_of(condition, condition_values, forwarded(of_condition, known))
+    in_body = constants_of(body, body_values, forwarded(of_body, known))
     # A carried value that the loop does not change is also a constant.
     for i, operand in enumerate(carried):
         value = constant(operand, known)

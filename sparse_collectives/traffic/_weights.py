@@ -3,62 +3,30 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from sparse_collectives.traffic import _tree
-from sparse_collectives.traffic._report import CollectiveTraffic
-from sparse_collectives.traffic._tree import Scope
+from sparse_collectives.traffic._traffic import CollectiveTraffic, Scope, shown
 
 _PERIODIC = re.compile(r".*\.every([1-9]\d*)")
 
 
-class Weigher:
-    """Turns the tree into rows with weights."""
+class Weights:
+    """How often the branches of a conditional and the body of a loop run.
 
-    def __init__(self, weights, trips, conditional: str):
-        self._given_weights: dict[str, tuple[float, ...]] = weights
-        self._given_trips: dict[str, float] = trips
-        self._conditional = conditional
+    Args:
+      weights: the weights of the branches of conditionals, by a name of their scope.
+      trips: the iterations of loops, by a name of their scope.
+      conditional: which branch of another conditional counts, "worst" or "best".
+    """
+
+    def __init__(
+        self, weights: Mapping[str, tuple[float, ...]], trips: Mapping[str, float], conditional: str
+    ):
+        self._given_weights, self._given_trips = weights, trips
+        self._choose = max if conditional == "worst" else min
         self._used: set[str] = set()
         self._conditionals: dict[str, None] = {}
         self._loops: dict[str, None] = {}
-
-    def weigh(
-        self,
-        nodes: list[_tree.Node],
-        conditional: Scope = (),
-        loop: Scope = (),
-    ) -> list[CollectiveTraffic]:
-        """The rows of `nodes`.
-
-        Args:
-          nodes: part of the tree.
-          conditional: the scope of the conditional around it.
-          loop: the scope of the loop around it.
-
-        Returns:
-          Rows, weighted per execution of `nodes`.
-        """
-        rows: list[CollectiveTraffic] = []
-        for node in nodes:
-            scope = node.scope
-            if isinstance(node, _tree.Collective):
-                path = "/".join(scope)
-                rows.append(
-                    CollectiveTraffic(node.kind, path, node.words, 1.0, node.group_size, node.axes)
-                )
-            elif isinstance(node, _tree.Branches):
-                branches = [self.weigh(branch, scope, loop) for branch in node.branches]
-                weights = self._branch_weights(scope, conditional, branches)
-                for branch, weight in zip(branches, weights, strict=True):
-                    rows += _scaled(branch, weight)
-            else:
-                condition = self.weigh(node.condition, conditional, scope)
-                body = self.weigh(node.body, conditional, scope)
-                trips = self._trips(node, scope, loop, bool(condition or body))
-                # The condition is evaluated once more, to end the loop.
-                rows += _scaled(condition, trips + 1) + _scaled(body, trips)
-        return rows
 
     def check_all_used(self) -> None:
         given = (*self._given_weights, *self._given_trips)
@@ -71,12 +39,15 @@ class Weigher:
                 f" collectives: {list(self._loops) or 'none'}."
             )
 
-    def _branch_weights(self, scope, outer, branches) -> Sequence[float]:
+    def of_branches(
+        self, scope: Scope, outer: Scope, branches: list[list[CollectiveTraffic]]
+    ) -> Sequence[float]:
+        """The weights of branches with these rows, if ``outer`` is the conditional around it."""
         totals = [sum(r.words * r.weight for r in branch) for branch in branches]
         count = len(branches)
         self._conditionals[f"{'/'.join(scope)} ({count} branches)"] = None
-        for names in _tree.inside_out(scope, outer):
-            for name in _tree.ending(names, self._given_weights):
+        for path in _inside_out(scope, outer):
+            for name in _ending(path, self._given_weights):
                 weights = self._given_weights[name]
                 if len(weights) == count:
                     self._used.add(name)
@@ -84,40 +55,55 @@ class Weigher:
                 if any(branches):  # otherwise nothing moves, and weights do not matter
                     raise ValueError(
                         f"`frequencies[{name!r}]` has {len(weights)} weights, but the conditional"
-                        f" in scope {_tree.shown(scope)} has {count} branches; pass one"
+                        f" in scope {shown(scope)} has {count} branches; pass one"
                         " weight per branch."
                     )
-            periodic = _PERIODIC.fullmatch(names[-1])
+            periodic = _PERIODIC.fullmatch(path[-1])
             if periodic and count == 2:
                 share = 1 / int(periodic.group(1))
                 heavy = int(totals[1] > totals[0])
                 return [share if i == heavy else 1 - share for i in range(2)]
-        choose = max if self._conditional == "worst" else min
-        chosen = totals.index(choose(totals))
+        chosen = totals.index(self._choose(totals))
         return [float(i == chosen) for i in range(count)]
 
-    def _trips(self, node, scope, outer, has_collectives: bool) -> float:
+    def of_loop(
+        self, scope: Scope, outer: Scope, trips: int | None, has_collectives: bool
+    ) -> float:
+        """The iterations of a loop, if ``outer`` is the loop around it."""
         if has_collectives:
             self._loops["/".join(scope)] = None
-        for names in _tree.inside_out(scope, outer):
-            for name in _tree.ending(names, self._given_trips):
+        for path in _inside_out(scope, outer):
+            for name in _ending(path, self._given_trips):
                 self._used.add(name)
                 return self._given_trips[name]
-        if node.trips is not None:
-            return node.trips
+        if trips is not None:
+            return trips
         if has_collectives:
             name = scope[-1] if scope else "NAME"
+            more = "." if scope else ", and put it under jax.named_scope('NAME')."
             raise ValueError(
-                f"the loop in scope {_tree.shown(scope)} holds collectives, and its trip"
-                " count is not a constant of the program: pass"
-                f" `frequencies={{{name!r}: iterations}}` with the mean number of"
-                " iterations per execution"
-                + ("." if scope else ", and put it under jax.named_scope('NAME').")
+                f"the loop in scope {shown(scope)} holds collectives, and its trip count is not a"
+                f" constant of the program: pass `frequencies={{{name!r}: iterations}}` with the"
+                f" mean number of iterations per execution{more}"
             )
         return 1.0
 
 
-def _scaled(rows, weight: float) -> list[CollectiveTraffic]:
-    if weight == 0:
-        return []
-    return [row._replace(weight=row.weight * weight) for row in rows]
+def scaled(rows: list[CollectiveTraffic], weight: float) -> list[CollectiveTraffic]:
+    """The rows with another weight; those without one are left out."""
+    return [row._replace(weight=row.weight * weight) for row in rows] if weight else []
+
+
+def _inside_out(scope: Scope, outer: Scope) -> Iterator[Scope]:
+    """The paths to each name of `scope` that `outer` doesn't share, innermost first."""
+    shared = 0
+    while shared < min(len(scope), len(outer)) and scope[shared] == outer[shared]:
+        shared += 1
+    for end in range(len(scope), shared, -1):
+        yield scope[:end]
+
+
+def _ending(path: Scope, names: Iterable[str]) -> list[str]:
+    """The `names`, of one component or several, with which `path` ends; longest first."""
+    ending = [name for name in names if f"/{'/'.join(path)}".endswith(f"/{name}")]
+    return sorted(ending, key=len, reverse=True)

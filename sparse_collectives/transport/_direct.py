@@ -9,9 +9,6 @@ Large sums stay in the ring. There a worker receives from one other at a time, s
 crowd each other out.
 """
 
-import contextlib
-from collections.abc import Generator
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -56,22 +53,6 @@ def use_direct_messages(use: bool = True) -> None:
     if not isinstance(use, bool):
         raise ValueError(f"use must be True or False, got {use!r}.")
     _in_use = use
-
-
-@contextlib.contextmanager
-def traced_with(use: bool) -> Generator[None]:
-    """Applies :func:`use_direct_messages` to programs that are traced within."""
-    before = _in_use
-    use_direct_messages(use)
-    try:
-        yield
-    finally:
-        use_direct_messages(before)
-
-
-def is_in_use() -> bool:
-    """Whether small sums and gathers are sent directly."""
-    return _in_use
 
 
 def is_worth(axis: AxisName, received: float) -> bool:

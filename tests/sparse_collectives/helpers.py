@@ -1,5 +1,6 @@
 """Helpers of the allreduces' tests."""
 
+import contextlib
 import functools
 import math
 
@@ -12,6 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import sparse_collectives as sc
+from sparse_collectives.transport import _direct
 
 # Codecs by the name of their factory; `without_feedback` is around another one.
 CODECS = [name for name in sc.wire.__all__ if name != "without_feedback"]
@@ -287,3 +289,11 @@ def check_replicated_on_a_mesh(selector, allreduce, size, *, check_vma, workers=
 def selector_factory(name):
     """The factory of the selector with that name, also among the published ones."""
     return getattr(sc.select, name, None) or getattr(sc.select.published, name)
+
+
+@contextlib.contextmanager
+def direct_messages(use: bool):
+    """Programs that are traced within send small sums directly, or do not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_direct, "_in_use", use)
+        yield

@@ -19,6 +19,8 @@ ALGORITHMS = {
     for name, row in sc.cost_model.ALGORITHMS.items()
     if not row.two_level and name != "agreed(few)"
 }
+# Whose workers may keep sums of entries that others sent.
+KEEPS_SUMS = ("gtopk", "spardl")
 ALSO = {"dense_bucketed": {"buckets": 3}}
 
 
@@ -54,7 +56,7 @@ def row(name: str, *, delivers_all: bool | None = None, **options) -> Row:
     algorithm = ALGORITHMS[name]
     if delivers_all is None:
         delivers_all = algorithm.room == {} and "codec" not in options
-    rounds = algorithm.keeps_sums or "codec" in options or "bits" in options
+    rounds = name in KEEPS_SUMS or "codec" in options or "bits" in options
     return Row(make(name, **options), delivers_all, rounds)
 
 

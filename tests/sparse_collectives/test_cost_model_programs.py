@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 import sparse_collectives as sc
 from sparse_collectives import cost_model, traffic
 from sparse_collectives.allreduce._shared import _halving
-from sparse_collectives.cost_model import Workload, _implementation
-from sparse_collectives.cost_model._types import log2_rounds
+from sparse_collectives.cost_model import Workload, _formulas
+from sparse_collectives.cost_model._costs import log2_rounds
 from tests.sparse_collectives import helpers, table
 from tests.sparse_collectives.test_cost_model import TWO_LEVELS
 
@@ -140,7 +140,7 @@ def test_words_and_messages_are_those_of_the_traced_program(name, codec, point):
             if "ok_topk" in name:
                 # The sum over the node is in the scope of the code that needs it.
                 nodes = Workload(-(-n // inner), max(1, round(k / inner)), workers // inner)
-                least, _, most = _implementation.ok_topk_flags(nodes)
+                least, _, most = _formulas.ok_topk_flags(nodes)
                 told = least if bound == "lower" else most
                 outer -= 2 * told * (load.inner_size - 1) / load.inner_size
             inside = measured.words - outer
@@ -172,7 +172,7 @@ def test_recursive_doubling_is_expected_to_be_typed_as_replicated(n, k, workers)
     ],
     ids=["windows", "neighbours"],
 )
-def test_the_expected_words_of_ok_topk(n, k, workers, way):
+def test_expected_words_of_ok_topk(n, k, workers, way):
     measured = traffic.of_allreduce(
         sc.allreduce.ok_topk(density=k / n), size=n, capacity=k, axis_size=workers, frequencies=way
     )
@@ -180,7 +180,7 @@ def test_the_expected_words_of_ok_topk(n, k, workers, way):
     assert expected.words == pytest.approx(measured.words, rel=1e-9)
 
 
-def test_the_expected_form_of_dsar_is_the_one_that_runs():
+def test_expected_form_of_dsar_is_the_one_that_runs():
     # Uniform selections: the form at run time is the expected one.
     n, k, workers = 20_000, 1000, 6
     rng = np.random.default_rng(0)
@@ -236,7 +236,7 @@ def test_no_message_of_sparcml_is_longer_than_a_dense_one(name, workers, codec):
 
 
 @pytest.mark.parametrize("workers", [*range(1, 18), 63, 64, 65, 100, 384, 1000, 1024])
-def test_every_part_of_a_block_of_spardl_reaches_its_owner_once(workers):
+def test_spardl_brings_every_part_of_a_block_to_its_owner_once(workers):
     plan = _halving.make_plan(10**6, 10**4, workers, 10**4)
     # The sender of the part of a worker's own block, by distance; it is the same for all.
     parts = [[0] for _ in range(workers)]

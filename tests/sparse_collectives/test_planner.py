@@ -9,23 +9,22 @@ import pytest
 import sparse_collectives as sc
 from sparse_collectives import allreduce, cost_model, planner
 from sparse_collectives.cost_model import Overlap, Workload, network
-from sparse_collectives.cost_model._types import Network
-from sparse_collectives.planner import _auto, _plan_report, _planner
+from sparse_collectives.cost_model._costs import Network
+from sparse_collectives.planner._auto import CANDIDATES
+from sparse_collectives.planner._optimizers import plan_optimizers
+from sparse_collectives.planner._report import text
 from tests.sparse_collectives import helpers
 
 ROWS = cost_model.ALGORITHMS
-FLAT = {
-    name for name, row in ROWS.items() if row.planned and not row.two_level and not row.complete
-}
 NET, SLOW_LINK = network("5us", "1Gbit"), network("5us", "100Mbit")
 
 
 def plan_of(n, density, workers, net, **options):
     k = max(1, round(n * density))
-    return _planner.plan(Workload(n, k, workers, options.pop("inner", 1)), net, **options)
+    return planner.plan(Workload(n, k, workers, options.pop("inner", 1)), net, **options)
 
 
-def test_a_slow_network_gets_a_sparse_exchange_and_a_fast_one_or_one_worker_dense():
+def test_slow_network_gets_a_sparse_exchange_and_a_fast_one_or_one_worker_dense():
     for workers, net, dense, reason in (
         (16, SLOW_LINK, False, ""),
         (16, network("5us", "400Gbit"), True, "only"),
@@ -50,7 +49,7 @@ def test_predictions_are_sorted_relative_to_dense_and_of_every_algorithm_for_its
     assert two == {row.name for row in ROWS.values() if row.two_level}
 
 
-def test_what_matters_to_the_loss_is_steps_times_their_time():
+def test_plan_to_the_same_loss_multiplies_steps_by_their_time():
     given = {"names": ["ok_topk", "agreed(few)", "gtopk"], "codecs": ["raw"]}
     by_step = plan_of(10**7, 0.01, 16, NET, **given)
     assert by_step.recommended.name == "agreed(few)"
@@ -75,31 +74,32 @@ def test_steps_are_positive_numbers_of_known_algorithms():
             plan_of(1000, 0.1, 4, NET, steps=steps)
 
 
-def test_an_encoding_without_room_for_the_gaps_is_left_out():
+def test_encoding_without_room_for_the_gaps_is_left_out():
     plan = plan_of(10**8, 0.001, 16, SLOW_LINK)
     assert plan.crowded == ("narrow8",)
     assert not any(row.codec == "narrow8" for row in plan.predictions)
     assert not plan_of(10**8, 0.01, 16, SLOW_LINK).crowded
 
 
-def test_a_margin_stands_between_dense_and_sparse():
+def test_margin_between_dense_and_sparse():
     net = network("1us", "1Gbit")
     base = plan_of(10**7, 0.01, 4, net, names=["ok_topk"], codecs=["raw"])
     exchange = {row.name: row.exchange for row in base.predictions}
     merged = next(row for row in base.predictions if row.name == "ok_topk").estimate.expected.pairs
     for ratio, dense in ((1.05, True), (1.2, False)):
         busy = exchange["dense"] / ratio - exchange["ok_topk"]
-        local = _planner.LocalCost(0.0, busy / merged)
+        local = planner.LocalCost(0.0, busy / merged)
         plan = plan_of(10**7, 0.01, 4, net, names=["ok_topk"], codecs=["raw"], local=local)
         assert plan.recommended.dense == dense
 
 
-def test_what_the_model_cannot_tell_apart_is_a_tie():
+def test_ties_are_named():
     plan = plan_of(10**7, 0.01, 16, NET, names=["ok_topk", "agreed", "spardl"])
     steps = {row.name: row.step for row in reversed(plan.predictions)}
     best = min(steps.values())
     tied = {name for name, step in steps.items() if best < step <= 1.2 * best}
-    said = next(x for x in _plan_report.text(plan).splitlines() if x.startswith("a tie with"))
+    lines = text(plan, plan_optimizers(plan.workload, NET)).splitlines()
+    said = next(line for line in lines if line.startswith("a tie with"))
     assert tied == set(said.rpartition(": ")[2].split(", "))
 
 
@@ -113,7 +113,7 @@ def test_only_a_bucketed_exchange_hides_and_not_all_of_it():
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_the_code_to_write_is_an_expression_with_what_the_workload_says(name):
+def test_code_of_a_row_has_what_the_workload_says(name):
     for overlap in (None, Overlap(250_000, 4)):
         load = Workload(10_000_000, 100_000, 4, 2, overlap)
         for codec in ROWS[name].codecs:
@@ -142,38 +142,32 @@ def program(reducer, n, workers, k):
     return str(jax.make_jaxpr(jax.vmap(body, axis_name="workers"))(*arguments))
 
 
-@pytest.mark.parametrize("chosen", ["dense", *helpers.slow("ok_topk")])
-def test_auto_is_the_program_of_the_chosen_one(chosen):
-    n, k, workers = 4000, 40, 4
-    # With a dominant latency, psum is chosen, which has the fewest messages.
-    options = SLOWLY if chosen == "ok_topk" else {"latency": "1s", "bandwidth": "1Gbit"}
-    options = {"density": k / n, "candidates": ["ok_topk"], **options}
-    assert planner.explain_auto(n, workers, **options).name == chosen
-    plain = allreduce.dense() if chosen == "dense" else allreduce.ok_topk(density=k / n)
-    given = n, workers, k
-    assert program(planner.auto(**options), *given) == program(plain, *given)
+FEW_MESSAGES = {"latency": "1s", "bandwidth": "1Gbit"}
+FEW_BYTES = {"latency": 0.0, "bandwidth": "1kbit", "codecs": ["raw", "bf16"]}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "name", "options"),
+    [
+        # With a dominant latency, psum is chosen, which has the fewest messages.
+        (lambda density: allreduce.dense(), "ok_topk", FEW_MESSAGES),
+        (lambda density: allreduce.topk_a(codec=sc.wire.bf16()), "topk_a", FEW_BYTES),
+        *helpers.slow_rows((lambda density: allreduce.ok_topk(density=density), "ok_topk", SLOWLY)),
+    ],
+)
+def test_auto_is_the_program_of_the_chosen_one(chosen, name, options):
+    given, density = (4000, 4, 40), 40 / 4000
+    made = planner.auto(density=density, candidates=[name], **options)
+    assert program(made, *given) == program(chosen(density), *given)
 
 
 QUICK = ("dense", "dense_bucketed", "topk_a", "ssar_split_allgather", "dsar_split_allgather")
 
 
-@pytest.mark.parametrize("name", helpers.slow_but(QUICK, sorted(FLAT)))
-def test_a_candidate_is_the_program_of_its_code_in_each_encoding(name):
+@pytest.mark.parametrize("name", helpers.slow_but(QUICK, sorted(CANDIDATES)))
+def test_candidate_of_auto_is_the_program_of_its_code_in_each_encoding(name):
     load = Workload(64, 8, 3)
-    assert set(_auto._CODECS) == set(helpers.CODECS)
     for codec in ROWS[name].codecs if name == "topk_a" else ("raw",):
-        made = ROWS[name].make(load, _auto._CODECS[codec]())
+        made = ROWS[name].make(load, getattr(sc.wire, codec)())
         written = eval(ROWS[name].code(load, codec), {"sc": sc})
         assert program(made, 64, 3, 8) == program(written, 64, 3, 8)
-
-
-def test_auto_explains_itself():
-    choice = planner.explain_auto(10**6, 64, density=0.01, candidates=["ok_topk"], **SLOWLY)
-    assert {name for name, _, _ in choice.predictions} == {"dense", "ok_topk"}
-    everything = planner.explain_auto(10**6, 64, density=0.01, codecs=helpers.CODECS, **SLOWLY)
-    assert {name for name, _, _ in everything.predictions} == FLAT
-    assert str(choice).startswith("ok_topk with raw: ")
-    assert choice.seconds == choice.predictions[0][2]
-    alone = planner.explain_auto(10**6, 1, density=0.01, **SLOWLY)
-    assert alone.name == "dense"
-    assert "optax_ext.dense" in alone.reason

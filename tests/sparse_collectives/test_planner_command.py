@@ -4,16 +4,13 @@ import json
 import re
 import subprocess
 import sys
-import tomllib
-from pathlib import Path
 
 import pytest
 
 import sparse_collectives as sc
 from sparse_collectives.__main__ import main
-from sparse_collectives.planner import _steps
+from sparse_collectives.planner import _option_files
 
-ROOT = Path(__file__).parents[2]
 SLOW = ["--params", "10M", "--density", "0.01", "--workers", "16"]
 SLOW += ["--latency", "5us", "--bandwidth", "100Mbit"]
 
@@ -45,7 +42,7 @@ def advice(out):
     return next(line for line in out.splitlines() if line.startswith("Use "))
 
 
-def test_the_recommendation_says_what_to_write_or_that_dense_is_the_answer(capsys):
+def test_recommendation_is_code_or_dense(capsys):
     last = advice(run(capsys, *SLOW, "--exact"))
     assert "times as fast" in last
     assert isinstance(eval(last.rsplit(": ", 1)[1], {"sc": sc}), sc.SparseAllreduce)
@@ -63,7 +60,7 @@ def found(plan, name):
     return next(rows)
 
 
-def test_the_devices_of_a_worker_have_parts_and_share_its_links(capsys, tmp_path):
+def test_shards_of_a_worker_share_its_links(capsys, tmp_path):
     whole, shared, alone = (
         planned(capsys, tmp_path, *SLOW, *arguments)
         for arguments in ((), ("--shard", "4"), ("--shard", "4", "--links", "4"))
@@ -83,25 +80,6 @@ def test_expansion_shortens_what_fills_in(capsys, tmp_path):
     for name, shorter in (("ssar_split_allgather", True), ("ok_topk", False)):
         words = [found(x, name)["estimate"]["expected"]["words"] for x in (before, after)]
         assert (words[1] < words[0]) == shorter
-
-
-def test_a_plot_or_what_to_install_for_it(capsys, tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    file = tmp_path / "plan.png"
-    run(capsys, *SLOW, "--plot", str(file))
-    assert file.read_bytes().startswith(b"\x89PNG")
-    for name in ("plan.xyz", "no/such/folder/plan.png"):
-        error = fails(capsys, "plan", *SLOW, "--plot", str(tmp_path / name))
-        assert "--plot must be a file that can be written, such as plan.png, got" in error
-    # None in sys.modules is how Python marks a module as one that cannot be imported.
-    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    error = fails(capsys, "plan", *SLOW, "--plot", str(file))
-    assert "pip install 'sparse-collectives[examples]'" in error
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    packages = project["optional-dependencies"]["examples"]
-    assert any(package.startswith("matplotlib") for package in packages)
 
 
 # Each option, with values whose last word is wrong.
@@ -126,7 +104,7 @@ OTHERS_SAY = ("expected one argument", "No such file", "unrecognized", "are of t
 
 
 @pytest.mark.parametrize("option", WRONG)
-def test_a_bad_argument_is_one_line(capsys, option):
+def test_bad_argument_is_one_line(capsys, option):
     for value in WRONG[option]:
         given = value.split(" ")
         error = fails(capsys, "plan", *SLOW, option, *given)
@@ -147,7 +125,7 @@ def test_missing_arguments_are_one_line_and_no_command_prints_the_help(capsys):
     assert "plan" in capsys.readouterr().out
 
 
-def test_the_module_runs_and_needs_no_backend_matplotlib_or_rich():
+def test_module_runs_without_backend_matplotlib_or_rich():
     code = """
 import runpy, sys
 sys.argv = ["sparse_collectives", "plan", "--density", "0"]
@@ -175,7 +153,7 @@ def test_steps_from_a_file_and_as_measured(tmp_path, capsys):
     call[call.index("0.01")] = "0.05"
     text = run(capsys, *call, "--same-loss")
     assert "Use agreed(few)" in text
-    assert f"{_steps.MEASURED['agreed(few)'][8, 0.05]:.2f}x" in text
+    assert f"{_option_files.MEASURED['agreed(few)'][8, 0.05]:.2f}x" in text
     assert "left out, without a number of steps: topk_a" in text
     for content, error in (("[1]", "must hold an object"), ("{", "is no JSON")):
         file.write_text(content)
@@ -183,5 +161,5 @@ def test_steps_from_a_file_and_as_measured(tmp_path, capsys):
     # The nearest case by ratios, and None if no case is near.
     cases = {(4, 0.01): 1.0, (16, 0.01): 2.0, (16, 0.015): 3.0}
     near = [(7, 0.01), (9, 0.011), (9, 0.02), (9, 0.03), (65, 0.01), (64, 0.015)]
-    nearest = [_steps._nearest(cases, *case) for case in near]
+    nearest = [_option_files._nearest(cases, *case) for case in near]
     assert nearest == [1.0, 2.0, 3.0, None, None, 3.0]

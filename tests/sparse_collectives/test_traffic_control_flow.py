@@ -162,7 +162,7 @@ WORDS = {
 
 
 @pytest.mark.parametrize("name", WORDS)
-def test_words_of(name):
+def test_words_through_branches_loops_and_calls(name):
     fn, options, words = WORDS[name]
     assert measure(fn, **options).words == pytest.approx(words)
 
@@ -195,12 +195,12 @@ OTHERWISE = [
         ),
     ],
 )
-def test_what_can_not_be_counted_is_an_error_that_says_what_to_write(fn, options, message):
+def test_uncountable_programs_are_errors_that_say_what_to_write(fn, options, message):
     with pytest.raises(ValueError, match=message):
         measure(fn, **options)
 
 
-def test_what_checkpoint_does_again_counts_again():
+def test_checkpointed_collectives_count_again():
     def loss(x):
         square = scoped(lambda x: lax.all_gather(jnp.sin(x), "w") ** 2, "square")
         return jnp.sum(jax.checkpoint(square)(x))

@@ -1,7 +1,10 @@
 """What the cost model predicts: weak scaling, and steps of workers that share cores."""
 
 from sparse_collectives import cost_model
-from sparse_collectives.planner import _optimizers, _planner, _rounds
+from sparse_collectives.planner import plan as plan_exchanges
+from sparse_collectives.planner._optimizers import plan_optimizers
+from sparse_collectives.planner._slow_links import plan_rounds
+from sparse_collectives.planner._ways import CPU, GPU
 
 from ._data import LABELS, Rows, blank_repeats, by, interval, read
 from ._links import speedups
@@ -40,11 +43,11 @@ def shared_cores(link: str) -> dict[str, tuple[float, list[float]]]:
       link: ``"1gbit"`` or ``"100mbit"``.
     """
     net = cost_model.network(_LATENCY, link.replace("gbit", "Gbit").replace("mbit", "Mbit"))
-    local = _planner.CPU._replace(sharing=_SHARING)
+    local = CPU._replace(sharing=_SHARING)
     # Exchanges at 1 %, optimizers at their default, as they were measured.
     few, more = (cost_model.Workload(_PARAMS, _PARAMS * x // 100, _WORKERS) for x in (1, 5))
-    plan = _planner.plan(few, net, local=local, codecs=["raw"])
-    optimizers = _optimizers.plan_optimizers(more, net, local=local)
+    plan = plan_exchanges(few, net, local=local, codecs=["raw"])
+    optimizers = plan_optimizers(more, net, local=local)
     steps = {row.name: row.step for row in plan.predictions}
     steps |= {f"{row.name}, {row.codec}": row.step for row in optimizers.predictions}
     measured = speedups(_WORKERS, _PARAMS, link)
@@ -71,10 +74,10 @@ def table_rounds_by_link() -> Rows:
         cells = []
         for bandwidth in ("10Gbit", "1Gbit", "100Mbit", "20Mbit"):
             net = cost_model.network(latency, bandwidth)
-            plan = _rounds.plan_rounds(124_000_000, 4, net, compute=0.5, local=_planner.GPU)
+            plan = plan_rounds(124_000_000, 4, net, compute=0.5, local=GPU)
             chosen = plan.recommended
             rounds = f", every={chosen.every}" if chosen.every > 1 else ""
-            overlapped = ", overlapped" if plan.hidden else ""
+            overlapped = ", overlapped" if plan.overlaps else ""
             cells.append(f"`density={chosen.density:g}{rounds}`{overlapped}")
         rows.append([latency.replace("ms", " ms"), *cells])
     return rows

@@ -14,10 +14,11 @@ from sparse_collectives.allreduce import _agreed
 from sparse_collectives.allreduce._shared import _halving, _slots, _sums
 from sparse_collectives.allreduce.ok_topk import _plan
 from sparse_collectives.cost_model._codecs import MessageSizes, codec_sizes
+from sparse_collectives.cost_model._costs import Cost, Estimate, Workload, certain, log2_rounds
 from sparse_collectives.cost_model._fill_in import expected_union
-from sparse_collectives.cost_model._types import Cost, Estimate, Workload, certain, log2_rounds
 from sparse_collectives.transport import _dispatch
 
+# For several workers; `evaluate` also has the cost of one.
 Formula = Callable[[Workload, MessageSizes], Estimate]
 
 # Slots of a message as a multiple of its fair share: the algorithms' default.
@@ -28,6 +29,11 @@ SPARSE_FORMS = 3
 _BALANCE_FLAGS, _WINDOW_FLAGS = 3, 1
 # Bytes of one bucket of the dense allreduce in buckets.
 BUCKET_BYTES = 25 * 2**20
+
+
+def evaluate(formula: Formula, w: Workload, codec: MessageSizes) -> Estimate:
+    """The cost by a formula; one worker exchanges nothing."""
+    return formula(w, codec) if w.workers > 1 else certain(Cost())
 
 
 def _even(messages: float, words: float, pairs: float = 0.0) -> Cost:
@@ -83,8 +89,6 @@ def ssar_recursive_double(w: Workload, codec: MessageSizes) -> Estimate:
     The expected and upper costs include the allgather that types the total as
     replicated, as under ``shard_map(check_vma=True)``; the lower cost does not.
     """
-    if w.workers == 1:
-        return certain(Cost())
     members = 1 << (w.workers.bit_length() - 1)
     surplus = w.workers - members
 
@@ -122,8 +126,6 @@ def _stream(codec: MessageSizes, slots: int, size: int) -> tuple[int, int]:
 
 def ssar_split_allgather(w: Workload, codec: MessageSizes) -> Estimate:
     """The split, then an allgather of slots for the expected union, with slack."""
-    if w.workers == 1:
-        return certain(Cost())
     split, regions, _ = _split(w, codec)
     slots = _slots.union_slots(w.selected, regions, w.workers, SLACK, fill(w))
     words, pairs = _stream(codec, slots, regions.width)
@@ -136,8 +138,6 @@ def dsar_split_allgather(w: Workload, codec: MessageSizes) -> Estimate:
     The bounds are for the shortest and the longest form. The expected cost assumes that
     the fullest region has 1.25 times its share of the expected union.
     """
-    if w.workers == 1:
-        return certain(Cost())
     split, regions, block = _split(w, codec)
     dense_words = codec.dense(regions.width)
     everything = min(regions.width, w.workers * block)
@@ -160,8 +160,6 @@ def dsar_split_allgather(w: Workload, codec: MessageSizes) -> Estimate:
 
 def ring_sparse(w: Workload, codec: MessageSizes) -> Estimate:
     """P - 1 messages around the ring, growing as the union does, and an allgather."""
-    if w.workers == 1:
-        return certain(Cost())
     regions = _slots.make_regions(w.size, w.workers)
     block = _slots.block_slots(w.selected, regions, SLACK)
     slots, words, pairs, expansion = block, 0, 0, fill(w)
@@ -178,8 +176,6 @@ def ring_sparse(w: Workload, codec: MessageSizes) -> Estimate:
 def gtopk(w: Workload, codec: MessageSizes) -> Estimate:
     """A reduction tree of k slots, then a scatter tree and an allgather of blocks."""
     workers, rounds = w.workers, log2_rounds(w.workers)
-    if workers == 1:
-        return certain(Cost())
     message = codec.pairs(w.selected, w.size)
     # Each worker except one is a source once.
     reduced = message * (workers - 1) / workers
@@ -194,8 +190,6 @@ def gtopk(w: Workload, codec: MessageSizes) -> Estimate:
 
 def spardl(w: Workload, codec: MessageSizes) -> Estimate:
     """Log P messages with P - 1 blocks in all, then an allgather of a block of each worker."""
-    if w.workers == 1:
-        return certain(Cost())
     plan = _halving.make_plan(w.size, w.selected, w.workers, w.selected)
     reduced = Cost()
     for step in plan.rounds:
@@ -210,8 +204,6 @@ def agreed(bits: int | None) -> Formula:
 
     def formula(w: Workload, codec: MessageSizes) -> Estimate:
         del codec
-        if w.workers == 1:
-            return certain(Cost())
         plan = _agreed.make_plan(w.size, w.selected, w.workers, w.density, bits)
         slots = plan.slots * w.workers
         indices = _all_gather(plan.message_words, w.workers)
@@ -224,8 +216,6 @@ def agreed(bits: int | None) -> Formula:
 def leader(w: Workload, codec: MessageSizes) -> Estimate:
     """One worker's indices and the values of all workers, each a psum of k words."""
     del codec
-    if w.workers == 1:
-        return certain(Cost())
     each = _psum(w.selected, w.workers)
     return certain(each + each + _even(0, 0, w.selected))
 
@@ -233,14 +223,11 @@ def leader(w: Workload, codec: MessageSizes) -> Estimate:
 def shared_random(w: Workload, codec: MessageSizes) -> Estimate:
     """The sum of k values; no index is sent."""
     del codec
-    if w.workers == 1:
-        return certain(Cost())
     words = _sums.sum_words(w.selected, w.workers, 32)
     return certain(_even(2 * log2_rounds(w.workers), words, w.selected))
 
 
 def _cost_of(exchange: _plan.Collective, workers: int) -> Cost:
-    """The cost of one exchange of a plan."""
     if exchange.kind == "psum":
         return _psum(exchange.words, workers)
     if exchange.kind == "all_gather":
@@ -266,8 +253,6 @@ def ok_topk(w: Workload, codec: MessageSizes) -> Estimate:
     exchanges that balance. Without windows, the threshold takes its rounds, and the expected
     cost assumes that the surplus goes to the neighbors.
     """
-    if w.workers == 1:
-        return certain(Cost())
     plan = _plan.make_plan(w.size, w.selected, w.workers, windows=True)
     step = _plan.exchanges(plan, codec.pairs)
     fixed, rounds = Cost(), Cost()
@@ -277,9 +262,6 @@ def ok_topk(w: Workload, codec: MessageSizes) -> Estimate:
         rounds += _cost_of(exchange, w.workers)
     if step.window is None:
         fixed += rounds
-    if _plan.REGIONS == "balanced":  # pyright: ignore[reportUnnecessaryComparison]
-        consensus, period = _cost_of(step.consensus, w.workers), _plan.REPARTITION_PERIOD
-        fixed += _even(consensus.messages / period, consensus.words / period)
     # There are slots for all entries that a worker may own, so nothing is uneven.
     moves = [_cost_of(exchange, w.workers) for exchange in step.balance if exchange is not None]
     if plan.gather_slots >= min(plan.k, plan.owned_slots):

@@ -11,9 +11,10 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from sparse_collectives import _compat
-from sparse_collectives.traffic import _jaxpr
-from sparse_collectives.traffic._report import Traffic
-from sparse_collectives.traffic._weights import Weigher
+from sparse_collectives._data import PaddedCOO
+from sparse_collectives.traffic import _program
+from sparse_collectives.traffic._traffic import Traffic
+from sparse_collectives.traffic._weights import Weights
 
 Frequencies = Mapping[str, Sequence[float] | float]
 Conditional = Literal["worst", "best"]
@@ -43,9 +44,6 @@ def of_function(
       out_specs: partition specs of the result. None: replicated.
       frequencies: see `of_traced`.
       conditional: see `of_traced`.
-
-    Returns:
-      The traffic of one call.
 
     Raises:
       ValueError: `axis` and `axis_size` do not match, or as `of_traced`.
@@ -87,7 +85,7 @@ def of_allreduce(
 ) -> Traffic:
     """Words that each worker receives in one step of a sparse allreduce.
 
-    Cost: one trace; nothing is lowered or compiled, and no device is needed.
+    Cost: as of `of_function`.
 
     Args:
       allreduce: a `SparseAllreduce`.
@@ -98,15 +96,10 @@ def of_allreduce(
       frequencies: see `of_traced`.
       conditional: see `of_traced`.
 
-    Returns:
-      The traffic of one step.
-
     Raises:
       ValueError: `size` or `capacity` is below 1, `axis` and `axis_size`
         do not match, or as `of_traced`.
     """
-    from sparse_collectives._data import PaddedCOO
-
     for name, value in (("size", size), ("capacity", capacity)):
         if value < 1:
             raise ValueError(f"`{name}` is {value}; pass a number >= 1.")
@@ -166,9 +159,6 @@ def of_traced(
       conditional: 'worst' takes the branch with the most words, 'best' the branch
         with the fewest.
 
-    Returns:
-      The traffic of one call.
-
     Raises:
       ValueError: a name of `frequencies` fits nothing, or its weights do not fit
         the branches; a loop holds collectives and its trip count is unknown; the
@@ -184,13 +174,10 @@ def of_traced(
             f"`traced` is of type {type(traced).__name__}; pass what jax.jit(f).trace(...) or"
             " jax.make_jaxpr(f)(...) returns."
         )
-    weigher = Weigher(*_checked(frequencies), conditional)
-    rows = weigher.weigh(_jaxpr.read(jaxpr))
-    weigher.check_all_used()
+    weights = Weights(*_checked(frequencies), conditional)
+    rows = _program.read(jaxpr, weights)
+    weights.check_all_used()
     return Traffic(math.fsum(r.words * r.weight for r in rows), tuple(rows))
-
-
-# Arguments.
 
 
 def _axes(axis, axis_size):
@@ -213,17 +200,16 @@ def _checked(
     trips: dict[str, float] = {}
     for name, value in (frequencies or {}).items():
         numeric = isinstance(value, (int, float, np.number))
-        numbers_given = (float(value),) if numeric else tuple(float(x) for x in value)
-        if not all(x >= 0 and math.isfinite(x) for x in numbers_given):
+        numbers = (float(value),) if numeric else tuple(map(float, value))
+        if not all(x >= 0 and math.isfinite(x) for x in numbers):
             raise ValueError(f"`frequencies[{name!r}]` is {value!r}; pass finite numbers >= 0.")
         if numeric:
-            trips[name] = numbers_given[0]
-            continue
-        total = sum(numbers_given)
-        if abs(total - 1) > 1e-6:
+            trips[name] = numbers[0]
+        elif abs(sum(numbers) - 1) > 1e-6:
             raise ValueError(
-                f"`frequencies[{name!r}]` is {value!r} and sums to {total:g}; the weights of the"
-                " branches sum to 1. (For the iterations of a loop pass one number.)"
+                f"`frequencies[{name!r}]` is {value!r} and sums to {sum(numbers):g}; the weights of"
+                " the branches sum to 1. (For the iterations of a loop pass one number.)"
             )
-        weights[name] = numbers_given
+        else:
+            weights[name] = numbers
     return weights, trips
