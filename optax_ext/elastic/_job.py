@@ -21,10 +21,11 @@ from optax_ext.elastic._waiting import log, waiting
 
 # EX_TEMPFAIL of sysexits.h: the failed work may succeed when it is started again.
 EXIT_STATUS = 75
-_REPORT, _PLAN, _READY, _WAITING, _HERE, _OVER = (
-    f"optax_ext/{x}/" for x in ("report", "plan", "ready", "waiting", "here", "over")
+# Keys of the coordinator; those of the first line have a process's number behind them.
+_REPORT, _PLAN, _READY, _WAITING, _HERE = (
+    f"optax_ext/{x}/" for x in ("report", "plan", "ready", "waiting", "here")
 )
-_NUMBER, _PROCESSES = "optax_ext/number", "optax_ext/processes"
+_OVER, _NUMBER, _PROCESSES = (f"optax_ext/{x}" for x in ("over", "number", "processes"))
 
 
 def connect(
@@ -72,16 +73,14 @@ def connect(
       ValueError: a number of processes or seconds that is not positive, or a ``process_id`` that
         is out of range.
     """
-    for name, value in {
-        "num_processes": num_processes,
-        "heartbeat_seconds": heartbeat_seconds,
-        "collective_seconds": collective_seconds,
-        "connect_seconds": connect_seconds,
-        "stuck_seconds": stuck_seconds,
-        "devices": devices,
-    }.items():
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
+    check_counts(
+        num_processes=num_processes,
+        heartbeat_seconds=heartbeat_seconds,
+        collective_seconds=collective_seconds,
+        connect_seconds=connect_seconds,
+        stuck_seconds=stuck_seconds,
+        devices=devices,
+    )
     if not isinstance(process_id, int) or not 0 <= process_id < num_processes:
         raise ValueError(
             f"process_id must be in [0, {num_processes}), as there are num_processes="
@@ -98,12 +97,12 @@ def connect(
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
     jax.config.update("jax_num_cpu_devices", devices)
     # Before all have connected, the service has no list of those that are missing.
-    others = (
+    missing = (
         f"all workers to connect to {address}: this is process_id={process_id} of num_processes="
         f"{num_processes}. Start the others, and give the same number (1 to train alone) as "
         "num_processes= to each and as --processes to the coordinator"
     )
-    with waiting(lambda: others, connect_seconds):
+    with waiting(lambda: missing, connect_seconds):
         client = _jax_internals.connect(
             address,
             process_id,
@@ -120,10 +119,17 @@ def connect(
             f"num_processes is {num_processes}, but the job at {address} has {expected}: give all "
             "processes, and the coordinator, the same number."
         )
-    # Here and not in the first computation of the program, which would wait without a line.
+    # Initialize devices now, so that the wait is logged.
     with waiting(lambda: "the devices of a worker that had connected: start it again"):
         jax.devices()
     return Job(client, process_id, num_processes, stuck_seconds)
+
+
+def check_counts(**counts: Any) -> None:
+    """Raises a ValueError for an argument that is no whole number of at least 1."""
+    for name, value in counts.items():
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
 
 
 def _check_listens(address: str, processes: int, seconds: float) -> None:
@@ -168,7 +174,7 @@ class Job:
         self._stuck = stuck_seconds
         # An earlier life may have died in a group that is not complete yet.
         client.key_value_delete(f"{_READY}{process_id}")
-        self.is_alive()
+        self.restart_deadline()
 
     def devices_of(self, process_id: int) -> list[Device]:
         """The devices of a process, living or dead."""
@@ -183,15 +189,15 @@ class Job:
         """
         me = self.process_id
         while True:
-            turn = secrets.token_hex(8)
-            self._set(f"{_REPORT}{me}", _meeting.written(report._replace(turn=turn)))
+            nonce = secrets.token_hex(8)
+            self._set(f"{_REPORT}{me}", _meeting.written(report._replace(nonce=nonce)))
             try:
                 waiting = self._all(_WAITING)
                 present = self._present()
                 first = min(present)
                 plan = self._decided(present) if first == me else self._plan_of(first)
                 # Otherwise the others were at the end of an earlier meeting, not in this one.
-                if plan and plan.turns.get(me) == turn:
+                if plan and plan.nonces.get(me) == nonce:
                     if first == me:
                         self._forget(waiting, present)
                     return plan
@@ -204,9 +210,9 @@ class Job:
 
         All members get the same answer: none can go on to another plan before all have this one's.
         """
-        self._set(f"{_READY}{self.process_id}", plan.turns[self.process_id])
-        present, turns = self._present(), self._all(_READY)
-        return all(p in present and turns.get(p) == plan.turns[p] for p in plan.members)
+        self._set(f"{_READY}{self.process_id}", plan.nonces[self.process_id])
+        present, ready = self._present(), self._all(_READY)
+        return all(p in present and ready.get(p) == plan.nonces[p] for p in plan.members)
 
     def _present(self) -> set[int]:
         """Waits for all living processes; all get the same set.
@@ -215,17 +221,16 @@ class Job:
         distinguish.
         """
         # The processes that it waits for are alive, or will be found dead soon.
-        self.rests()
+        self.lift_deadline()
         mine = f"{_HERE}{self.process_id}"
         self._set(mine, "")
         with waiting(self._others):
             living = self._client.get_live_nodes(list(range(self.num_processes)))
         self._client.key_value_delete(mine)
-        self.is_alive()
+        self.restart_deadline()
         return {*living}
 
     def _others(self) -> str:
-        """Whom :meth:`_present` waits for."""
         here = sorted(self._all(_HERE))
         return (
             f"workers: {len(here)} of {self.num_processes} are here, {here}; each of the others "
@@ -249,33 +254,32 @@ class Job:
         text = self._get(_OVER)
         return int(text) if text else None
 
-    def is_alive(self) -> None:
+    def restart_deadline(self) -> None:
         """Ends the process, with the stacks of its threads, unless it is called again in time.
 
         It is for a process that hangs in Python: its heartbeats go on, and all others wait for it.
         """
         faulthandler.dump_traceback_later(self._stuck, exit=True)
 
-    def rests(self) -> None:
+    def lift_deadline(self) -> None:
         """Lifts that deadline: the process may take as long as it likes."""
         faulthandler.cancel_dump_traceback_later()
 
     def _decided(self, present: set[int]) -> Plan | None:
         """The plan of the first process; None if some of the others are not in a meeting."""
-        texts, turns = self._all(_REPORT), self._all(_READY)
+        texts, ready = self._all(_REPORT), self._all(_READY)
         reports = {process: _meeting.report_of(texts[process]) for process in present}
-        if any(turns.get(process) == report.turn for process, report in reports.items()):
+        if any(ready.get(process) == report.nonce for process, report in reports.items()):
             return None
-        number = int(self._client.key_value_increment(_NUMBER, 1))
-        plan = _meeting.decide(number, reports)
-        key = f"{_PLAN}{self.process_id}/{plan.turns[self.process_id]}"
+        plan = _meeting.decide(int(self._client.key_value_increment(_NUMBER, 1)), reports)
+        key = f"{_PLAN}{self.process_id}/{plan.nonces[self.process_id]}"
         self._set(key, _meeting.written(plan))
         return plan
 
     def _plan_of(self, first: int) -> Plan:
         """The plan that the first process has decided, or will decide soon."""
         report = _meeting.report_of(self._client.key_value_try_get(f"{_REPORT}{first}"))
-        key = f"{_PLAN}{first}/{report.turn}"
+        key = f"{_PLAN}{first}/{report.nonce}"
         return _meeting.plan_of(self._client.blocking_key_value_get(key, 10_000))
 
     def _forget(self, waiting: Mapping[int, str], present: set[int]) -> None:

@@ -1,10 +1,15 @@
-"""Which workers take part from now on, and from which state, as one process decides for all."""
+"""Which workers take part from now on, on which devices and from which state.
+
+One process decides it for all.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
+
+from optax_ext.elastic._jax_internals import Device
 
 
 class Report(NamedTuple):
@@ -17,7 +22,7 @@ class Report(NamedTuple):
       steps: the step of each.
       leaves: whether it has handed its residual over, and leaves.
       saved: the step of the newest whole checkpoint that it sees; -1 if there is none.
-      turn: a word that no other report has.
+      nonce: a word that no other report has.
     """
 
     model: str
@@ -25,7 +30,7 @@ class Report(NamedTuple):
     steps: tuple[int, ...] = ()
     leaves: bool = False
     saved: int = -1
-    turn: str = ""
+    nonce: str = ""
 
 
 class Plan(NamedTuple):
@@ -41,7 +46,7 @@ class Plan(NamedTuple):
       saved: the step of the checkpoint to begin from; -1 to begin without one, or to go on.
       lost: the processes that had a state when they met, and can't go on from it.
       refused: why a process can't take part, by its number.
-      turns: the reports that the plan rests on, by process.
+      nonces: those of the reports that the plan rests on, by process.
     """
 
     number: int
@@ -52,15 +57,15 @@ class Plan(NamedTuple):
     saved: int
     lost: tuple[int, ...]
     refused: dict[int, str]
-    turns: dict[int, str]
+    nonces: dict[int, str]
 
 
 def decide(number: int, reports: Mapping[int, Report]) -> Plan:
     """The plan for processes that have met, from their reports.
 
-    It takes the newest version that all processes with a state can go back to. The workers of a
-    step that failed are apart by one exchange at most, since none can finish another one before
-    all have finished this one, and each keeps the state before its last exchange.
+    It takes the newest version that all processes with a state can go back to. Workers differ by at
+    most one exchange, since nobody starts the next before all have finished this one, and each
+    keeps the state before its last exchange.
     """
     have = {process for process, report in reports.items() if report.versions}
     reference = reports[min(have or reports)]
@@ -84,8 +89,35 @@ def decide(number: int, reports: Mapping[int, Report]) -> Plan:
     elif members:
         holders, saved = members[:1], reports[members[0]].saved
         step = max(saved, 0)
-    turns = {process: report.turn for process, report in reports.items()}
-    return Plan(number, members, holders, version, step, saved, lost, refused, turns)
+    nonces = {process: report.nonce for process, report in reports.items()}
+    return Plan(number, members, holders, version, step, saved, lost, refused, nonces)
+
+
+class DeviceAssignment(NamedTuple):
+    """The workers along the axis of a mesh.
+
+    Attributes:
+      order: the numbers of their processes.
+      devices: one device of each.
+    """
+
+    order: tuple[int, ...]
+    devices: tuple[Device, ...]
+
+
+def assigned(plan: Plan, devices_of: Callable[[int], Sequence[Device]]) -> DeviceAssignment:
+    """The devices for a plan: each meeting has others, until all have been used.
+
+    XLA keeps a group of CPU devices indefinitely, by the devices in their order, and one that
+    broke stays broken.
+    """
+    size, each = len(plan.members), len(devices_of(plan.members[0]))
+    shift = plan.number // each**size % size
+    order = (*plan.members[shift:], *plan.members[:shift])
+    places = enumerate(order)
+    return DeviceAssignment(
+        order, tuple(devices_of(x)[plan.number // each**place % each] for place, x in places)
+    )
 
 
 def written(message: Report | Plan) -> str:
@@ -102,7 +134,7 @@ def report_of(text: str) -> Report:
 def plan_of(text: str) -> Plan:
     """The plan that :func:`written` wrote."""
     given = json.loads(text)
-    for name in ("refused", "turns"):
+    for name in ("refused", "nonces"):
         given[name] = {int(process): text for process, text in given[name].items()}
     given |= {name: (*given[name],) for name in ("members", "holders", "lost")}
     return Plan(**given)

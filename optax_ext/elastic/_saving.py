@@ -20,6 +20,7 @@ import jax
 import numpy as np
 
 from optax_ext._state._placement import is_spec, state_specs
+from optax_ext.elastic._job import check_counts
 
 
 class Saved(NamedTuple):
@@ -47,49 +48,41 @@ class Saves:
     def __init__(self, folder: str | Path | None, every: int | None, process_id: int):
         self._every = every
         self._process_id = process_id
-        self._folder = None
-        if folder is None:
-            return
-        if not isinstance(every, int) or every < 1:
-            raise ValueError(f"save_every must be a whole number of at least 1, got {every!r}.")
-        self._folder = Path(folder).absolute()
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        # None: no checkpoints are kept.
+        self.folder = None if folder is None else Path(folder).absolute()
         self._writing: concurrent.futures.Future[None] | None = None
-
-    def are_kept(self) -> bool:
-        """Whether there is a folder."""
-        return self._folder is not None
+        if self.folder is not None:
+            check_counts(save_every=every)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def is_due(self, step: int) -> bool:
         """Whether a checkpoint is to be written after this step."""
-        return self._folder is not None and step % (self._every or 1) == 0
+        return self.folder is not None and step % (self._every or 1) == 0
 
     def save(self, step: int, members: tuple[int, ...], params: Any, opt_state: Any) -> None:
         """Begins to write the part of this process, which goes on during the next steps.
 
         The arrays may not change until it is written.
         """
-        own, shared = _split(state_specs(opt_state), opt_state)
-        tree = {"own": own}
-        if members[0] == self._process_id:
-            tree |= {"shared": shared, "params": _listed(jax.tree.map(np.asarray, params))}
+        whole = _named(opt_state, params)
+        if members[0] != self._process_id:
+            whole = {name: x for name, x in whole.items() if name.startswith("own/")}
+        part = {name: np.asarray(x) for name, x in whole.items()}
         self.wait()
         place = self._part(step, members, self._process_id)
-        self._writing = self._pool.submit(self._write, step, place, tree)
+        self._writing = self._pool.submit(self._write, step, place, part)
 
     def wait(self) -> None:
         """Waits until the part under way is written; raises its error, if it has one."""
-        if self._folder is not None and self._writing is not None:
+        if self._writing is not None:
             self._writing.result()
             self._writing = None
 
     def newest(self) -> int:
         """The step of the newest whole checkpoint; -1 if there is none."""
-        if self._folder is None:
-            return -1
-        steps = sorted(int(x.name) for x in self._folder.iterdir() if x.name.isdigit())
-        return next((step for step in reversed(steps) if self._members(step)), -1)
+        steps = (int(x.name) for x in self._steps())
+        return next((step for step in sorted(steps, reverse=True) if self._members(step)), -1)
 
     def load(
         self, step: int, rank: int, size: int, params: Any, state_of: Callable[[int, Any], Any]
@@ -105,40 +98,50 @@ class Saves:
         """
         members = self._members(step)
         shapes = state_of(len(members), params)
-        specs = state_specs(shapes)
-        own, shared = _split(specs, shapes, rows=len(members))
-        first = {"own": own, "shared": shared, "params": _listed(params)}
-        found = self._read(step, members, members[0], first)
+        whole = _named(shapes, params, rows=len(members))
+        own = {name: x for name, x in whole.items() if name.startswith("own/")}
+        first = self._read(step, members, members[0], whole)
         parts = [
-            found["own"] if x == members[0] else self._read(step, members, x, {"own": own})["own"]
-            for x in members[rank::size]
+            first if process == members[0] else self._read(step, members, process, own)
+            for process in members[rank::size]
         ]
-        restored = jax.tree.unflatten(jax.tree.structure(params), _values(found["params"]))
-        if not parts:
-            return Saved(len(members), restored, None)
-        joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-        return Saved(len(members), restored, _merged(specs, shapes, joined, found["shared"]))
+        if parts:
+            first |= {name: np.concatenate([part[name] for part in parts]) for name in own}
+        leaves, count = [*first.values()], len(jax.tree.leaves(shapes))
+        state = jax.tree.unflatten(jax.tree.structure(shapes), leaves[:count])
+        restored = jax.tree.unflatten(jax.tree.structure(params), leaves[count:])
+        return Saved(len(members), restored, state if parts else None)
 
-    def _write(self, step: int, place: Path, tree: Any) -> None:
+    def _steps(self) -> list[Path]:
+        found = self.folder.iterdir() if self.folder else ()
+        return [x for x in found if x.name.isdigit()]
+
+    def _write(self, step: int, place: Path, part: dict[str, np.ndarray]) -> None:
         place.parent.mkdir(parents=True, exist_ok=True)
         new = place.with_name(f"{place.name}.{os.getpid()}")
         with new.open("wb") as file:
-            np.savez(file, **_bytes(tree))
+            # As bytes, since NumPy's format does not have all types of jax.
+            np.savez(file, **{x: np.frombuffer(y.tobytes(), np.uint8) for x, y in part.items()})
             file.flush()
             os.fsync(file.fileno())
         # The whole file is there or nothing is, whenever this process dies.
         new.replace(place)
         newest = self.newest()
-        for old in self._folder.iterdir() if self._folder else ():
-            if old.name.isdigit() and int(old.name) < min(newest, step):
+        for old in self._steps():
+            if int(old.name) < min(newest, step):
                 shutil.rmtree(old, ignore_errors=True)
 
-    def _read(self, step: int, members: tuple[int, ...], process: int, like: Any) -> Any:
+    def _read(
+        self, step: int, members: tuple[int, ...], process: int, like: dict[str, Any]
+    ) -> dict[str, np.ndarray]:
         place = self._part(step, members, process)
         try:
             # The zip file has a checksum for each array.
             with place.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-                return _arrays(arrays, like)
+                return {
+                    name: np.frombuffer(arrays[name].tobytes(), x.dtype).reshape(x.shape)
+                    for name, x in like.items()
+                }
         except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
             raise ValueError(
                 f"the checkpoint {place} can't be read ({error}). Remove the folder of its step, "
@@ -147,11 +150,11 @@ class Saves:
 
     def _members(self, step: int) -> tuple[int, ...]:
         """The members of a whole checkpoint of this step; none if there is none."""
-        assert self._folder is not None
+        assert self.folder is not None
         whole = []
         # Another process may be removing an old step.
         with contextlib.suppress(FileNotFoundError):
-            for group in (self._folder / str(step)).iterdir():
+            for group in (self.folder / str(step)).iterdir():
                 members = tuple(int(x) for x in group.name.split("-") if x.isdigit())
                 parts = [group / str(process) for process in members]
                 if members and all(part.is_file() for part in parts):
@@ -160,59 +163,20 @@ class Saves:
         return max(whole, default=(0, ()))[1]
 
     def _part(self, step: int, members: tuple[int, ...], process: int) -> Path:
-        assert self._folder is not None
-        return self._folder / str(step) / "-".join(map(str, members)) / str(process)
+        assert self.folder is not None
+        return self.folder / str(step) / "-".join(map(str, members)) / str(process)
 
 
-def _bytes(tree: dict[str, dict[str, Any]]) -> dict[str, np.ndarray]:
-    """Arrays by name as bytes, since NumPy's format does not have all types of jax."""
-    return {
-        f"{group}/{name}": np.frombuffer(np.ascontiguousarray(x).tobytes(), np.uint8)
-        for group, arrays in tree.items()
-        for name, x in arrays.items()
-    }
+def _named(opt_state: Any, params: Any, rows: int = 1) -> dict[str, Any]:
+    """The arrays of a state, and then of its parameters, by their names in a part.
 
-
-def _arrays(file: Any, like: dict[str, dict[str, Any]]) -> dict[str, dict[str, np.ndarray]]:
-    """The inverse of :func:`_bytes`, in the types and shapes of ``like``."""
-    return {
-        group: {
-            name: np.frombuffer(file[f"{group}/{name}"].tobytes(), x.dtype).reshape(x.shape)
-            for name, x in arrays.items()
-        }
-        for group, arrays in like.items()
-    }
-
-
-def _listed(tree: Any) -> dict[str, Any]:
-    return {str(i): x for i, x in enumerate(jax.tree.leaves(tree))}
-
-
-def _values(listed: dict[str, Any]) -> list[Any]:
-    return [listed[str(i)] for i in range(len(listed))]
-
-
-def _split(specs: Any, tree: Any, rows: int = 1) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arrays of one worker, by their number, and the arrays that all share.
-
-    For shapes with several ``rows`` it gives the shapes of one row.
+    Those of ``own/`` belong to one worker, and all parts have them; the part of the first member
+    also has the others. For shapes with several ``rows`` it gives the shapes of one row.
     """
-    flat = list(zip(jax.tree.leaves(specs, is_leaf=is_spec), jax.tree.leaves(tree), strict=True))
-
-    def one(x: Any) -> Any:
-        if rows == 1:
-            return np.asarray(x) if isinstance(x, jax.Array) else x
-        return jax.ShapeDtypeStruct((x.shape[0] // rows, *x.shape[1:]), x.dtype)
-
-    own = {str(i): one(x) for i, (spec, x) in enumerate(flat) if len(spec)}
-    shared = {str(i): x for i, (spec, x) in enumerate(flat) if not len(spec)}
-    return own, {
-        name: np.asarray(x) if isinstance(x, jax.Array) else x for name, x in shared.items()
-    }
-
-
-def _merged(specs: Any, shapes: Any, own: dict[str, Any], shared: dict[str, Any]) -> Any:
-    """The inverse of :func:`_split`."""
-    count = len(jax.tree.leaves(specs, is_leaf=is_spec))
-    leaves = [own[str(i)] if str(i) in own else shared[str(i)] for i in range(count)]
-    return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+    specs = jax.tree.leaves(state_specs(opt_state), is_leaf=is_spec)
+    named = {}
+    for number, (spec, x) in enumerate(zip(specs, jax.tree.leaves(opt_state), strict=True)):
+        if len(spec) and rows > 1:
+            x = jax.ShapeDtypeStruct((x.shape[0] // rows, *x.shape[1:]), x.dtype)
+        named[f"{'own' if len(spec) else 'shared'}/{number}"] = x
+    return named | {f"params/{number}": x for number, x in enumerate(jax.tree.leaves(params))}
