@@ -178,7 +178,7 @@ class Job:
 
     def devices_of(self, process_id: int) -> list[Device]:
         """The devices of a process, living or dead."""
-        found = [device for device in jax.devices() if device.process_index == process_id]
+        found = (device for device in jax.devices() if device.process_index == process_id)
         return sorted(found, key=lambda device: device.id)
 
     def meet(self, report: Report) -> Plan:
@@ -195,7 +195,7 @@ class Job:
                 waiting = self._all(_WAITING)
                 present = self._present()
                 first = min(present)
-                plan = self._decided(present) if first == me else self._plan_of(first)
+                plan = self._decide(present) if first == me else self._plan_of(first)
                 # Otherwise the others were at the end of an earlier meeting, not in this one.
                 if plan and plan.nonces.get(me) == nonce:
                     if first == me:
@@ -265,21 +265,21 @@ class Job:
         """Lifts that deadline: the process may take as long as it likes."""
         faulthandler.cancel_dump_traceback_later()
 
-    def _decided(self, present: set[int]) -> Plan | None:
+    def _decide(self, present: set[int]) -> Plan | None:
         """The plan of the first process; None if some of the others are not in a meeting."""
         texts, ready = self._all(_REPORT), self._all(_READY)
         reports = {process: _meeting.report_of(texts[process]) for process in present}
         if any(ready.get(process) == report.nonce for process, report in reports.items()):
             return None
         plan = _meeting.decide(int(self._client.key_value_increment(_NUMBER, 1)), reports)
-        key = f"{_PLAN}{self.process_id}/{plan.nonces[self.process_id]}"
-        self._set(key, _meeting.written(plan))
+        nonce = plan.nonces[self.process_id]
+        self._set(f"{_PLAN}{self.process_id}/{nonce}", _meeting.written(plan))
         return plan
 
     def _plan_of(self, first: int) -> Plan:
         """The plan that the first process has decided, or will decide soon."""
-        report = _meeting.report_of(self._client.key_value_try_get(f"{_REPORT}{first}"))
-        key = f"{_PLAN}{first}/{report.nonce}"
+        nonce = _meeting.report_of(self._client.key_value_try_get(f"{_REPORT}{first}")).nonce
+        key = f"{_PLAN}{first}/{nonce}"
         return _meeting.plan_of(self._client.blocking_key_value_get(key, 10_000))
 
     def _forget(self, waiting: Mapping[int, str], present: set[int]) -> None:

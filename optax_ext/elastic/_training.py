@@ -315,15 +315,8 @@ class Training:
         holds = me in plan.holders
         held = next((x for x in states if holds and x.version == plan.version), None)
         try:
-            now = restored(
-                plan,
-                held,
-                group,
-                job=self._job,
-                programs=self._programs,
-                saves=self._saves,
-                initial=self._initial,
-            )
+            given = self._job, self._programs, self._saves, self._initial
+            now = restored(plan, held, group, *given)
         except _FAILURES as error:
             log.warning("the workers meet again: %s", _said_by_others(error))
             return

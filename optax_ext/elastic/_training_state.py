@@ -59,7 +59,7 @@ def placed(tree: Any, specs: Any, mesh: Mesh) -> Any:
 
 
 def restored(
-    plan: Plan, held: TrainingState | None, group: Group, *, job: Job, programs: Programs,
+    plan: Plan, held: TrainingState | None, group: Group, job: Job, programs: Programs,
     saves: Saves, initial: Any,
 ) -> TrainingState:  # fmt: skip
     """The state of a plan on a new group.
