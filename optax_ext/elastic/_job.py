@@ -21,7 +21,7 @@ from optax_ext.elastic._waiting import log, waiting
 
 # EX_TEMPFAIL of sysexits.h: the failed work may succeed when it is started again.
 EXIT_STATUS = 75
-# Keys of the coordinator; those of the first line have a process's number behind them.
+# Keys of the coordinator: the first ones end with the number of a process.
 _REPORT, _PLAN, _READY, _WAITING, _HERE = (
     f"optax_ext/{x}/" for x in ("report", "plan", "ready", "waiting", "here")
 )

@@ -46,7 +46,7 @@ class Plan(NamedTuple):
       saved: the step of the checkpoint to begin from; -1 to begin without one, or to go on.
       lost: the processes that had a state when they met, and can't go on from it.
       refused: why a process can't take part, by its number.
-      nonces: those of the reports that the plan rests on, by process.
+      nonces: the nonces of the reports that the plan rests on, by process.
     """
 
     number: int
@@ -64,8 +64,8 @@ def decide(number: int, reports: Mapping[int, Report]) -> Plan:
     """The plan for processes that have met, from their reports.
 
     It takes the newest version that all processes with a state can go back to. Workers differ by at
-    most one exchange, since nobody starts the next before all have finished this one, and each
-    keeps the state before its last exchange.
+    most one exchange, since none starts the next before all have finished this one, and each keeps
+    the state before its last exchange.
     """
     have = {process for process, report in reports.items() if report.versions}
     reference = reports[min(have or reports)]

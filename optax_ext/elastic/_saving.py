@@ -170,7 +170,7 @@ class Saves:
 def _named(opt_state: Any, params: Any, rows: int = 1) -> dict[str, Any]:
     """The arrays of a state, and then of its parameters, by their names in a part.
 
-    Those of ``own/`` belong to one worker, and all parts have them; the part of the first member
+    Arrays of ``own/`` belong to one worker, and all parts have them; the part of the first member
     also has the others. For shapes with several ``rows`` it gives the shapes of one row.
     """
     specs = jax.tree.leaves(state_specs(opt_state), is_leaf=is_spec)
