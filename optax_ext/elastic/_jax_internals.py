@@ -40,9 +40,9 @@ def connect(
     address: str,
     process_id: int,
     processes: int,
-    *,
     heartbeat_seconds: int,
     timeout_seconds: int,
+    *,
     on_lost: Callable[[Any], None],
 ) -> Any:
     """Joins this process to a job, without a service of its own; returns the client.

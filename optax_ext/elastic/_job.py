@@ -103,14 +103,8 @@ def connect(
         "num_processes= to each and as --processes to the coordinator"
     )
     with waiting(lambda: missing, connect_seconds):
-        client = _jax_internals.connect(
-            address,
-            process_id,
-            num_processes,
-            heartbeat_seconds=heartbeat_seconds,
-            timeout_seconds=connect_seconds,
-            on_lost=_lost,
-        )
+        given = address, process_id, num_processes, heartbeat_seconds, connect_seconds
+        client = _jax_internals.connect(*given, on_lost=_lost)
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         client.key_value_set(_PROCESSES, str(num_processes))
     expected = int(client.blocking_key_value_get(_PROCESSES, 1000 * connect_seconds))

@@ -93,31 +93,17 @@ def decide(number: int, reports: Mapping[int, Report]) -> Plan:
     return Plan(number, members, holders, version, step, saved, lost, refused, nonces)
 
 
-class DeviceAssignment(NamedTuple):
-    """The workers along the axis of a mesh.
+def assigned(plan: Plan, devices_of: Callable[[int], Sequence[Device]]) -> dict[int, Device]:
+    """One device of each member, by its number and in the order of a mesh.
 
-    Attributes:
-      order: the numbers of their processes.
-      devices: one device of each.
-    """
-
-    order: tuple[int, ...]
-    devices: tuple[Device, ...]
-
-
-def assigned(plan: Plan, devices_of: Callable[[int], Sequence[Device]]) -> DeviceAssignment:
-    """The devices for a plan: each meeting has others, until all have been used.
-
-    XLA keeps a group of CPU devices indefinitely, by the devices in their order, and one that
-    broke stays broken.
+    Each meeting has other ones, until all have been used: XLA keeps a group of CPU devices
+    indefinitely, by the devices in their order, and one that broke stays broken.
     """
     size, each = len(plan.members), len(devices_of(plan.members[0]))
     shift = plan.number // each**size % size
     order = (*plan.members[shift:], *plan.members[:shift])
     places = enumerate(order)
-    return DeviceAssignment(
-        order, tuple(devices_of(x)[plan.number // each**place % each] for place, x in places)
-    )
+    return {x: devices_of(x)[plan.number // each**place % each] for place, x in places}
 
 
 def written(message: Report | Plan) -> str:

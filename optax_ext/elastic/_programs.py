@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import os
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,6 @@ from optax_ext._state._init import init_state
 from optax_ext._state._placement import state_specs
 from optax_ext.elastic import _handover, _jax_internals
 from optax_ext.elastic._jax_internals import Device
-from optax_ext.elastic._meeting import DeviceAssignment
 
 _WHOLE = PartitionSpec()
 
@@ -84,13 +83,13 @@ class Programs:
             self._fresh[size] = jax.jit(of_one)
         return self._fresh[size](params, np.int32(rank))
 
-    def load(self, assignment: DeviceAssignment, params: Any, batch: Any) -> Group:
-        """The programs for a group, for which ``batch`` is the batch of one worker.
+    def load(self, assigned: Mapping[int, Device], params: Any, batch: Any) -> Group:
+        """The programs for the device of each process, and for ``batch``, the batch of one worker.
 
         Programs that have not been compiled for so many workers, and for batches of such shapes,
         are compiled.
         """
-        size, devices = len(assignment.order), assignment.devices
+        size, devices = len(assigned), [*assigned.values()]
         key = (
             size,
             jax.tree.structure(batch),
@@ -104,7 +103,7 @@ class Programs:
             name: _jax_internals.load(lowered, program, devices)
             for name, (lowered, program) in self._compiled[key].items()
         }
-        return Group(order=assignment.order, mesh=mesh, specs=specs, **loaded)
+        return Group(order=(*assigned,), mesh=mesh, specs=specs, **loaded)
 
     def _mesh(self, devices: Sequence[Device]) -> Mesh:
         return Mesh(np.array(devices), (self._axis,), axis_types=(AxisType.Auto,))

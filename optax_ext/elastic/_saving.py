@@ -14,28 +14,13 @@ import zipfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
 from optax_ext._state._placement import is_spec, state_specs
 from optax_ext.elastic._job import check_counts
-
-
-class Saved(NamedTuple):
-    """The part of a checkpoint that a worker takes.
-
-    Attributes:
-      size: how many workers wrote it.
-      params: the parameters.
-      opt_state: the state of the old workers whose parts this one takes; None if there are
-        fewer old workers than new ones, and this one takes none.
-    """
-
-    size: int
-    params: Any
-    opt_state: Any
 
 
 class Saves:
@@ -86,7 +71,7 @@ class Saves:
 
     def load(
         self, step: int, rank: int, size: int, params: Any, state_of: Callable[[int, Any], Any]
-    ) -> Saved:
+    ) -> tuple[int, Any, Any]:
         """The part of a checkpoint that worker ``rank`` of ``size`` takes.
 
         Args:
@@ -95,6 +80,10 @@ class Saves:
           size: how many new ones there are: this one takes the parts ``rank``, ``rank + size``, ...
           params: parameters, or their shapes.
           state_of: the shapes of the state of so many workers.
+
+        Returns:
+          The number of workers that wrote it, the parameters, and the state of the old workers
+          whose parts this one takes: None if there are too few for it to take one.
         """
         members = self._members(step)
         shapes = state_of(len(members), params)
@@ -110,7 +99,7 @@ class Saves:
         leaves, count = [*first.values()], len(jax.tree.leaves(shapes))
         state = jax.tree.unflatten(jax.tree.structure(shapes), leaves[:count])
         restored = jax.tree.unflatten(jax.tree.structure(params), leaves[count:])
-        return Saved(len(members), restored, state if parts else None)
+        return len(members), restored, state if parts else None
 
     def _steps(self) -> list[Path]:
         found = self.folder.iterdir() if self.folder else ()

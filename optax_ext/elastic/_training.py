@@ -308,8 +308,8 @@ class Training:
             return
         # Until the new group is complete, this worker keeps the state of the old one.
         self._batch = self._next_batch(plan.members, plan.step)
-        assignment = assigned(plan, self._job.devices_of)
-        group = self._programs.load(assignment, self._initial, self._batch)
+        devices = assigned(plan, self._job.devices_of)
+        group = self._programs.load(devices, self._initial, self._batch)
         if not self._job.ready(plan):
             return
         holds = me in plan.holders

@@ -76,11 +76,10 @@ def restored(
             params = own(held.params)
             state = _handover.carried(own(held.opt_state), state)
         elif plan.saved >= 0:
-            saved = saves.load(plan.saved, rank, size, params, programs.state_of)
-            holders = plan.members[: saved.size]
-            params = saved.params
-            if saved.opt_state is not None:
-                state = _handover.carried(saved.opt_state, state)
+            written, params, saved = saves.load(plan.saved, rank, size, params, programs.state_of)
+            holders = plan.members[:written]
+            if saved is not None:
+                state = _handover.carried(saved, state)
     params = placed(params, PartitionSpec(), group.mesh)
     state = placed(state, group.specs, group.mesh)
     if {*holders} != {*plan.members}:

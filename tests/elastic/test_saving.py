@@ -55,14 +55,14 @@ def test_any_number_of_workers_may_begin_from_it(tmp_path, size):
     assert reader.newest() == 20
     total = np.zeros_like(residual(state)[0])
     for rank in range(size):
-        found = reader.load(20, rank, size, PARAMS, PROGRAMS.state_of)
-        assert found.size == 3
-        assert bits(found.params) == bits(PARAMS)
+        written, params, saved = reader.load(20, rank, size, PARAMS, PROGRAMS.state_of)
+        assert written == 3
+        assert bits(params) == bits(PARAMS)
         if rank >= 3:
-            assert found.opt_state is None
+            assert saved is None
             continue
         fresh = PROGRAMS.fresh(size, rank, PARAMS)
-        carried = _handover.carried(found.opt_state, fresh)
+        carried = _handover.carried(saved, fresh)
         total += residual(carried)[0]
         # The part that all share, such as the moments after the exchange.
         assert bits(carried[1]) == bits(state[1])
@@ -87,9 +87,9 @@ def test_of_a_step_that_was_taken_again_the_later_one_counts(tmp_path):
     save(tmp_path, 10, (0, 1), state_of(2, 1))
     save(tmp_path, 10, (0,), state_of(1, 2))
     reader = _saving.Saves(tmp_path, 10, 0)
-    found = reader.load(10, 0, 1, PARAMS, PROGRAMS.state_of)
-    assert found.size == 1
-    np.testing.assert_array_equal(residual(found.opt_state), residual(state_of(1, 2)))
+    written, _, saved = reader.load(10, 0, 1, PARAMS, PROGRAMS.state_of)
+    assert written == 1
+    np.testing.assert_array_equal(residual(saved), residual(state_of(1, 2)))
 
 
 @pytest.mark.parametrize("damage", ["cut", "a bit", "empty"])
