@@ -6,8 +6,6 @@ noticed there and not in a training.
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
-from __future__ import annotations
-
 import contextlib
 import io
 from collections.abc import Callable, Generator, Sequence

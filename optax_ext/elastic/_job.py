@@ -1,7 +1,5 @@
 """One process of a job whose processes may die and come back."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import os
@@ -38,7 +36,7 @@ def connect(
     connect_seconds: int = 300,
     stuck_seconds: int = 600,
     devices: int = 8,
-) -> Job:
+) -> "Job":
     """Makes this process one of a job that goes on when others die, and that lets them come back.
 
     Call it instead of ``jax.distributed.initialize``, and as early: before jax looks for

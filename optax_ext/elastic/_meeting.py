@@ -3,8 +3,6 @@
 One process decides it for all.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple

@@ -4,8 +4,6 @@ This does not use orbax: if several processes each write alone, orbax writes the
 process 0 only (``NumpyHandler``, orbax-checkpoint 0.12.8), and restores zeros for the others.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """A training loop that goes on with whoever is there."""
 
-from __future__ import annotations
-
 import re
 import signal
 import time

@@ -1,7 +1,5 @@
 """The state of a training on a group of workers: placed, restored, described and compared."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any, NamedTuple
 
