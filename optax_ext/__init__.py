@@ -1,11 +1,6 @@
 """Sparse and low-rank allreduces with error feedback as optax gradient transformations."""
 
 from optax_ext import contrib, published
-from optax_ext._aliases import (
-    ok_topk,
-    ok_topk_sgd,
-    topk_a,
-)
 from optax_ext._loop._ahead import ahead
 from optax_ext._loop._data_parallel import data_parallel
 from optax_ext._loop._monitoring import Monitor, metrics
@@ -32,7 +27,9 @@ from optax_ext._transforms._local_clip import local_clip_by_global_norm
 from optax_ext._transforms._local_steps import local_steps
 from optax_ext._transforms._low_rank import acp_sgd, powersgd
 from optax_ext._transforms._multi_steps import multi_steps
+from optax_ext._transforms._ok_topk import ok_topk, ok_topk_sgd
 from optax_ext._transforms._sparse_allreduce import sparse_allreduce
+from optax_ext._transforms._topk_a import topk_a
 from optax_ext._transforms._xi import measure_xi
 
 __all__ = [

@@ -1,8 +1,4 @@
-"""Ready-made compositions of a selector, an allreduce and error feedback.
-
-A system that is :func:`topk_a` with another selection has no name here: pass the
-selection as ``selector=``. docs/selectors.md lists the systems of papers.
-"""
+"""Ok-Topk: its selection, its allreduce and error feedback, and the optimizer of the paper."""
 
 from typing import Any, Unpack, cast
 
@@ -16,7 +12,7 @@ from optax_ext._step import _checks, _options
 from optax_ext._step._momentum_correction import MomentumCorrection
 from optax_ext._step._options import FeedbackOptions, SparseOptions, takes
 from optax_ext._transforms._sparse_allreduce import selection, sparse_allreduce
-from sparse_collectives import AxisName, Codec, Selector, allreduce, select
+from sparse_collectives import AxisName, Selector, allreduce, select
 
 
 @takes(SparseOptions, allreduce.ok_topk)
@@ -130,32 +126,3 @@ def ok_topk_sgd(
 
     # optax types a state as any pytree, which NamedTuples of arrays are at run time.
     return whole(optax.GradientTransformationExtraArgs(sparse.init, cast(Any, update)))
-
-
-@takes(SparseOptions)
-def topk_a(
-    density: float,
-    *,
-    axis: AxisName,
-    selector: Selector | None = None,
-    codec: Codec | None = None,
-    **options: Unpack[SparseOptions],
-) -> optax.GradientTransformationExtraArgs:
-    """TopkA: an allgather of every worker's top k, whose volume grows with P.
-
-    Args:
-      density: k / n of each worker's selection, in (0, 1].
-      axis: the mesh axis (or a tuple of axes) of the data-parallel workers.
-      selector: the local selection; by default ``select.topk(density=density)``.
-      codec: the encoding of messages; see :func:`sparse_collectives.allreduce.topk_a`.
-      **options: the options of :func:`sparse_allreduce`.
-
-    Returns:
-      An ``optax.GradientTransformationExtraArgs`` to chain before an optimizer.
-
-    Example:
-      >>> import optax
-      >>> tx = optax.chain(topk_a(density=0.01, axis="data"), optax.adam(1e-3))
-    """
-    selector = selection(density, selector)
-    return sparse_allreduce(selector, allreduce.topk_a(codec=codec), axis=axis, **options)

@@ -1,4 +1,4 @@
-"""Systems that exchange after a round of local steps."""
+"""DiLoCo and its kin: systems that exchange after a round of local steps."""
 
 import optax
 
