@@ -8,6 +8,7 @@ from optax_ext._loop._train_round import make_train_round
 from optax_ext._loop._train_step import make_train_step
 from optax_ext._optimizers._adamw import sparse_adamw
 from optax_ext._optimizers._common import scale_by_local_adam
+from optax_ext._optimizers._ok_topk_sgd import ok_topk_sgd
 from optax_ext._optimizers._sgd import sparse_sgd
 from optax_ext._state._checkpoint import abstract_state, check_metadata, checkpoint_metadata
 from optax_ext._state._consolidate import consolidate, flush
@@ -27,7 +28,7 @@ from optax_ext._transforms._local_clip import local_clip_by_global_norm
 from optax_ext._transforms._local_steps import local_steps
 from optax_ext._transforms._low_rank import acp_sgd, powersgd
 from optax_ext._transforms._multi_steps import multi_steps
-from optax_ext._transforms._ok_topk import ok_topk, ok_topk_sgd
+from optax_ext._transforms._ok_topk import ok_topk
 from optax_ext._transforms._sparse_allreduce import sparse_allreduce
 from optax_ext._transforms._topk_a import topk_a
 from optax_ext._transforms._xi import measure_xi
