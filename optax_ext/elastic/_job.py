@@ -19,11 +19,11 @@ from optax_ext.elastic._waiting import log, waiting
 
 # EX_TEMPFAIL of sysexits.h: the failed work may succeed when it is started again.
 EXIT_STATUS = 75
-# Keys of the coordinator: the first ones end with the number of a process.
-_REPORT, _PLAN, _READY, _WAITING, _HERE = (
-    f"optax_ext/{x}/" for x in ("report", "plan", "ready", "waiting", "here")
+# Keys of the coordinator: the first ones end with the number of a process, or of a step.
+_REPORT, _PLAN, _READY, _WAITING, _HERE, _OVER = (
+    f"optax_ext/{x}/" for x in ("report", "plan", "ready", "waiting", "here", "over")
 )
-_OVER, _NUMBER, _PROCESSES = (f"optax_ext/{x}" for x in ("over", "number", "processes"))
+_NUMBER, _PROCESSES = "optax_ext/number", "optax_ext/processes"
 
 
 def connect(
@@ -239,12 +239,11 @@ class Job:
 
     def end(self, step: int) -> None:
         """Leaves a note for processes that come too late."""
-        self._set(_OVER, str(step))
+        self._set(f"{_OVER}{step}", "")
 
     def ended(self) -> int | None:
         """The step at which the training was over; None while it goes on."""
-        text = self._get(_OVER)
-        return int(text) if text else None
+        return max(self._all(_OVER), default=None)
 
     def restart_deadline(self) -> None:
         """Ends the process, with the stacks of its threads, unless it is called again in time.
@@ -276,22 +275,16 @@ class Job:
 
     def _forget(self, waiting: Mapping[int, str], present: set[int]) -> None:
         """Removes the announcements of processes that have met, or have died since."""
+        # A process that has come back in the meantime has announced itself again.
+        now = self._all(_WAITING)
         for process, said in waiting.items():
-            key = f"{_WAITING}{process}"
-            # A process that has come back in the meantime has announced itself again.
-            if process in present or self._get(key) == said:
-                self._client.key_value_delete(key)
+            if process in present or now.get(process) == said:
+                self._client.key_value_delete(f"{_WAITING}{process}")
 
     def _all(self, folder: str) -> dict[int, str]:
-        """What the processes have said under such keys."""
+        """The values of such keys, by the number at their end."""
         said = self._client.key_value_dir_get(folder)
         return {int(key.rpartition("/")[2]): value for key, value in said}
 
     def _set(self, key: str, value: str) -> None:
         self._client.key_value_set(key, value, allow_overwrite=True)
-
-    def _get(self, key: str) -> str:
-        try:
-            return self._client.key_value_try_get(key)
-        except jax.errors.JaxRuntimeError:
-            return ""

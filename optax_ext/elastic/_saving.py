@@ -70,14 +70,10 @@ class Saves:
     def load(
         self, step: int, rank: int, size: int, params: Any, state_of: Callable[[int, Any], Any]
     ) -> tuple[int, Any, Any]:
-        """The part of a checkpoint that worker ``rank`` of ``size`` takes.
+        """The part of a whole checkpoint that worker ``rank`` of ``size`` takes.
 
-        Args:
-          step: the step of the checkpoint, which is whole.
-          rank: the number of the new worker.
-          size: how many new ones there are: this one takes the parts ``rank``, ``rank + size``, ...
-          params: parameters, or their shapes.
-          state_of: the shapes of the state of so many workers.
+        It takes the parts ``rank``, ``rank + size``, ... of the old workers. Arrays have the shapes
+        of ``params``, and of ``state_of(workers, params)`` for so many workers.
 
         Returns:
           The number of workers that wrote it, the parameters, and the state of the old workers

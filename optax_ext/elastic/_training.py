@@ -54,12 +54,12 @@ class Lost(NamedTuple):
 class Training:
     """Trains with the workers that are present, through deaths, hangs and returns.
 
-    When a worker dies in a step, the others repeat that step without it, from the state before the
-    step. A worker that returns under its number gets the parameters and the shared state, to the
-    bit, the mean of the second moments, and an empty residual. A worker that leaves (``leave``)
-    hands its residual over to the others, and the last workers that leave write a checkpoint. The
-    residual of a worker that dies is lost, and ``lost`` says how large it was. All living workers
-    have the same parameters, to the bit, which is checked every ``check_every`` exchanges.
+    When a worker dies in a step, the others repeat the step without it, from the state before it.
+    A worker that returns under its number gets the parameters and the shared state, to the bit, the
+    mean of the second moments, and an empty residual. A worker that leaves hands its residual over,
+    and the last ones that leave write a checkpoint. The residual of a worker that dies is lost, and
+    ``lost`` says how large it was. Every ``check_every`` exchanges the parameters are compared,
+    which all living workers have to the same bits.
 
     Args:
       job: the result of :func:`connect`.
@@ -258,11 +258,11 @@ class Training:
     def _poll(self, group: Group, now: TrainingState) -> None:
         """Who would like to come, or to go, and whether all have the same."""
         waits = self._job.someone_waits()
-        found = _training_state.poll(group, now, waits=waits, leaves=self._leaves)
-        self._magnitudes = found.residuals
-        if found.leaves.any():
-            self._part(group, now, found.leaves)
-        if found.meets:
+        polled = _training_state.poll(group, now, waits=waits, leaves=self._leaves)
+        meets, leaves, self._magnitudes = polled
+        if leaves.any():
+            self._part(group, now, leaves)
+        if meets:
             self._group = None
 
     def _part(self, group: Group, now: TrainingState, leaves: np.ndarray) -> None:

@@ -91,8 +91,8 @@ def description(params: Any, opt_state: Any) -> str:
     """The model and the optimizer in short, for processes to compare."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     shapes = [(jax.tree_util.keystr(path), x.shape, str(x.dtype)) for path, x in leaves]
-    settings = [str(state.settings) for state in _find.get_states(opt_state)]
-    text = repr((shapes, settings, str(jax.tree.map(lambda x: (x.shape, x.dtype), opt_state))))
+    # The settings of the state are in its text, too.
+    text = repr((shapes, str(jax.tree.map(lambda x: (x.shape, x.dtype), opt_state))))
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     count = sum(x.size for _, x in leaves)
     return f"a model of {count} parameters ({digest}, jax {jax.__version__})"
@@ -121,31 +121,15 @@ def exchanges(opt_state: Any, every: int) -> bool:
     return every == 1 or (int(_find.get_states(opt_state)[0].count) + 1) % every == 0
 
 
-class PollResult(NamedTuple):
-    """The same on all workers of a group.
+def poll(
+    group: Group, state: TrainingState, *, waits: bool, leaves: bool
+) -> tuple[bool, np.ndarray, dict[int, float]]:
+    """Exchanges four words with the other workers; a RuntimeError if their parameters differ.
 
-    Attributes:
-      meets: whether a process would like to take part or to leave, so that all meet again.
-      leaves: ``bool[P]`` in the order of the group, the workers that leave.
-      residuals: the sum of the magnitudes of each worker's residual, by process.
-    """
-
-    meets: bool
-    leaves: np.ndarray
-    residuals: dict[int, float]
-
-
-def poll(group: Group, state: TrainingState, *, waits: bool, leaves: bool) -> PollResult:
-    """Exchanges four words with the other workers, and compares their parameters.
-
-    Args:
-      group: the workers and their programs.
-      state: the state of all of them, whose parameters should be the same.
-      waits: whether this worker has heard of one that would like to take part.
-      leaves: whether this worker leaves.
-
-    Raises:
-      RuntimeError: parameters differ.
+    ``waits`` says whether this worker has heard of one that would like to take part, and ``leaves``
+    whether it leaves. The result is the same on all workers: whether some worker waits or leaves,
+    ``bool[P]`` for those that leave, in the order of the group, and the sum of the magnitudes of
+    each worker's residual, by process.
     """
     residuals = [part.residual for part in _find.get_states(own(state.opt_state))]
     digest, waited = _digest(own(state.params), residuals)
@@ -160,7 +144,7 @@ def poll(group: Group, state: TrainingState, *, waits: bool, leaves: bool) -> Po
             "them again, from a checkpoint."
         )
     magnitudes = dict(zip(group.order, rows[:, 3].view(np.float32).tolist(), strict=True))
-    return PollResult(bool(rows[:, :2].any()), rows[:, 1].astype(bool), magnitudes)
+    return bool(rows[:, :2].any()), rows[:, 1].astype(bool), magnitudes
 
 
 @jax.jit
