@@ -14,14 +14,14 @@ import jax
 
 from optax_ext.elastic import _jax_internals, _meeting
 from optax_ext.elastic._jax_internals import Device
-from optax_ext.elastic._meeting import Plan, Report
+from optax_ext.elastic._meeting import Decision, Report
 from optax_ext.elastic._waiting import log, waiting
 
 # EX_TEMPFAIL of sysexits.h: the failed work may succeed when it is started again.
 EXIT_STATUS = 75
 # Keys of the coordinator: the first ones end with the number of a process, or of a step.
-_REPORT, _PLAN, _READY, _WAITING, _HERE, _OVER = (
-    f"optax_ext/{x}/" for x in ("report", "plan", "ready", "waiting", "here", "over")
+_REPORT, _DECISION, _READY, _WAITING, _HERE, _OVER = (
+    f"optax_ext/{x}/" for x in ("report", "decision", "ready", "waiting", "here", "over")
 )
 _NUMBER, _PROCESSES = "optax_ext/number", "optax_ext/processes"
 
@@ -173,10 +173,10 @@ class Job:
         found = (device for device in jax.devices() if device.process_index == process_id)
         return sorted(found, key=lambda device: device.id)
 
-    def meet(self, report: Report) -> Plan:
+    def meet(self, report: Report) -> Decision:
         """Waits for all living processes, and returns what they do next.
 
-        A process that begins while others meet may find that it is not in the plan. It meets
+        A process that begins while others meet may find that it is not in the decision. It meets
         again.
         """
         me = self.process_id
@@ -187,24 +187,24 @@ class Job:
                 waiting = self._all(_WAITING)
                 present = self._present()
                 first = min(present)
-                plan = self._decide(present) if first == me else self._plan_of(first)
+                decision = self._decide(present) if first == me else self._decision_of(first)
                 # Otherwise the others were at the end of an earlier meeting, not in this one.
-                if plan and plan.nonces.get(me) == nonce:
+                if decision and decision.nonces.get(me) == nonce:
                     if first == me:
                         self._forget(waiting, present)
-                    return plan
+                    return decision
             except jax.errors.JaxRuntimeError as error:
                 # The first process has died, or has gone on to the next meeting.
-                log.info("meets again, as there was no plan: %s", str(error).splitlines()[0])
+                log.info("meets again, as there was no decision: %s", str(error).splitlines()[0])
 
-    def ready(self, plan: Plan) -> bool:
-        """Waits for the members of a plan; whether all of them are there to follow it.
+    def ready(self, decision: Decision) -> bool:
+        """Waits for the members of a decision; whether all of them are there to follow it.
 
-        All members get the same answer: none can go on to another plan before all have this one's.
+        All members get the same answer: none can go on to another decision before all have it.
         """
-        self._set(f"{_READY}{self.process_id}", plan.nonces[self.process_id])
+        self._set(f"{_READY}{self.process_id}", decision.nonces[self.process_id])
         present, ready = self._present(), self._all(_READY)
-        return all(p in present and ready.get(p) == plan.nonces[p] for p in plan.members)
+        return all(p in present and ready.get(p) == decision.nonces[p] for p in decision.members)
 
     def _present(self) -> set[int]:
         """Waits for all living processes; all get the same set.
@@ -256,22 +256,22 @@ class Job:
         """Lifts that deadline: the process may take as long as it likes."""
         faulthandler.cancel_dump_traceback_later()
 
-    def _decide(self, present: set[int]) -> Plan | None:
-        """The plan of the first process; None if some of the others are not in a meeting."""
+    def _decide(self, present: set[int]) -> Decision | None:
+        """The decision of the first process; None if some of the others are not in a meeting."""
         texts, ready = self._all(_REPORT), self._all(_READY)
         reports = {process: _meeting.report_of(texts[process]) for process in present}
         if any(ready.get(process) == report.nonce for process, report in reports.items()):
             return None
-        plan = _meeting.decide(int(self._client.key_value_increment(_NUMBER, 1)), reports)
-        nonce = plan.nonces[self.process_id]
-        self._set(f"{_PLAN}{self.process_id}/{nonce}", _meeting.written(plan))
-        return plan
+        decision = _meeting.decide(int(self._client.key_value_increment(_NUMBER, 1)), reports)
+        nonce = decision.nonces[self.process_id]
+        self._set(f"{_DECISION}{self.process_id}/{nonce}", _meeting.written(decision))
+        return decision
 
-    def _plan_of(self, first: int) -> Plan:
-        """The plan that the first process has decided, or will decide soon."""
+    def _decision_of(self, first: int) -> Decision:
+        """The decision that the first process has made, or will make soon."""
         nonce = _meeting.report_of(self._client.key_value_try_get(f"{_REPORT}{first}")).nonce
-        key = f"{_PLAN}{first}/{nonce}"
-        return _meeting.plan_of(self._client.blocking_key_value_get(key, 10_000))
+        key = f"{_DECISION}{first}/{nonce}"
+        return _meeting.decision_of(self._client.blocking_key_value_get(key, 10_000))
 
     def _forget(self, waiting: Mapping[int, str], present: set[int]) -> None:
         """Removes the announcements of processes that have met, or have died since."""

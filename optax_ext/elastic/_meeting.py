@@ -31,7 +31,7 @@ class Report(NamedTuple):
     nonce: str = ""
 
 
-class Plan(NamedTuple):
+class Decision(NamedTuple):
     """What all processes that have met do next.
 
     Attributes:
@@ -44,7 +44,7 @@ class Plan(NamedTuple):
       saved: the step of the checkpoint to begin from; -1 to begin without one, or to go on.
       lost: the processes that had a state when they met, and can't go on from it.
       refused: why a process can't take part, by its number.
-      nonces: the nonces of the reports that the plan rests on, by process.
+      nonces: the nonces of the reports that the decision rests on, by process.
     """
 
     number: int
@@ -58,8 +58,8 @@ class Plan(NamedTuple):
     nonces: dict[int, str]
 
 
-def decide(number: int, reports: Mapping[int, Report]) -> Plan:
-    """The plan for processes that have met, from their reports.
+def decide(number: int, reports: Mapping[int, Report]) -> Decision:
+    """The decision for processes that have met, from their reports.
 
     It takes the newest version that all processes with a state can go back to. Workers differ by at
     most one exchange, since none starts the next before all have finished this one, and each keeps
@@ -88,23 +88,25 @@ def decide(number: int, reports: Mapping[int, Report]) -> Plan:
         holders, saved = members[:1], reports[members[0]].saved
         step = max(saved, 0)
     nonces = {process: report.nonce for process, report in reports.items()}
-    return Plan(number, members, holders, version, step, saved, lost, refused, nonces)
+    return Decision(number, members, holders, version, step, saved, lost, refused, nonces)
 
 
-def assigned(plan: Plan, devices_of: Callable[[int], Sequence[Device]]) -> dict[int, Device]:
+def assigned(
+    decision: Decision, devices_of: Callable[[int], Sequence[Device]]
+) -> dict[int, Device]:
     """One device of each member, by its number and in the order of a mesh.
 
     Each meeting has other ones, until all have been used: XLA keeps a group of CPU devices
     indefinitely, by the devices in their order, and one that broke stays broken.
     """
-    size, each = len(plan.members), len(devices_of(plan.members[0]))
-    shift = plan.number // each**size % size
-    order = (*plan.members[shift:], *plan.members[:shift])
+    size, each = len(decision.members), len(devices_of(decision.members[0]))
+    shift = decision.number // each**size % size
+    order = (*decision.members[shift:], *decision.members[:shift])
     places = enumerate(order)
-    return {x: devices_of(x)[plan.number // each**place % each] for place, x in places}
+    return {x: devices_of(x)[decision.number // each**place % each] for place, x in places}
 
 
-def written(message: Report | Plan) -> str:
+def written(message: Report | Decision) -> str:
     """A message as text for the others to read."""
     return repr(message._asdict())
 
@@ -114,6 +116,6 @@ def report_of(text: str) -> Report:
     return Report(**ast.literal_eval(text))
 
 
-def plan_of(text: str) -> Plan:
-    """The plan that :func:`written` wrote."""
-    return Plan(**ast.literal_eval(text))
+def decision_of(text: str) -> Decision:
+    """The decision that :func:`written` wrote."""
+    return Decision(**ast.literal_eval(text))

@@ -14,10 +14,10 @@ import optax
 from jax.sharding import PartitionSpec
 
 from optax_ext.elastic import _training_state
+from optax_ext.elastic._checkpoints import Checkpoints
 from optax_ext.elastic._job import Job, check_counts, log
-from optax_ext.elastic._meeting import Plan, Report, assigned
+from optax_ext.elastic._meeting import Decision, Report, assigned
 from optax_ext.elastic._programs import Group, Programs
-from optax_ext.elastic._saving import Saves
 from optax_ext.elastic._training_state import TrainingState, own, placed, restored
 from optax_ext.elastic._waiting import Waiting
 
@@ -130,10 +130,10 @@ class Training:
         state = self._programs.state_of(1, self._initial)
         self._every = _training_state.steps_in_round(state)
         self._model = _training_state.description(self._initial, state)
-        self._saves = Saves(folder, save_every, job.process_id)
+        self._checkpoints = Checkpoints(folder, save_every, job.process_id)
         self._now: TrainingState | None = None
         self._before: TrainingState | None = None
-        self._plan: Plan | None = None
+        self._decision: Decision | None = None
         self._group: Group | None = None
         self._batch: Any = None
         self._magnitudes: dict[int, float] = {}
@@ -164,7 +164,7 @@ class Training:
     @property
     def members(self) -> tuple[int, ...]:
         """The numbers of the processes that take part."""
-        return self._plan.members if self._plan else ()
+        return self._decision.members if self._decision else ()
 
     @property
     def lost(self) -> list[Lost]:
@@ -206,7 +206,7 @@ class Training:
         finally:
             self._job.lift_deadline()
         if not self._gone:
-            self._saves.wait()
+            self._checkpoints.wait()
             self._job.end(steps)
 
     def _attempt(self) -> jax.Array | None:
@@ -247,7 +247,7 @@ class Training:
             self._before = before
         now = TrainingState(before.version + exchanged, before.step + 1, params, opt_state)
         self._now, self._failures = now, 0
-        if self._saves.is_due(now.step):
+        if self._checkpoints.is_due(now.step):
             self._save(now)
         return now, own(loss).reshape(())
 
@@ -273,60 +273,61 @@ class Training:
             self._before = now
             self._now = now._replace(version=now.version + 1, opt_state=opt_state)
             self._goodbyes = {x for x, goes in zip(group.order, leaves, strict=True) if goes}
-        elif self._saves.folder is not None:
+        elif self._checkpoints.folder is not None:
             self._save(now)
         else:
             log.warning("all leave, and without a folder their residuals are lost")
         if leaves[group.order.index(self._job.process_id)]:
             log.warning("leaves after step %d", now.step)
             self._gone = True
-            self._saves.wait()
+            self._checkpoints.wait()
             # The others learn it here, and need not wait until its heartbeats are missed.
             self._job.ready(self._job.meet(Report(self._model, leaves=True)))
 
     def _save(self, now: TrainingState) -> None:
-        self._saves.save(now.step, self.members, own(now.params), own(now.opt_state))
+        self._checkpoints.save(now.step, self.members, own(now.params), own(now.opt_state))
 
     def _meet(self) -> None:
         """Makes a group of those that are there."""
         me = self._job.process_id
         states = [x for x in (self._now, self._before) if x is not None]
         versions, steps = (tuple(getattr(x, of) for x in states) for of in ("version", "step"))
-        plan = self._job.meet(Report(self._model, versions, steps, saved=self._saves.newest()))
-        if me in plan.refused:
-            raise RuntimeError(f"this process can't take part: {plan.refused[me]}.")
-        if me not in plan.members:
+        report = Report(self._model, versions, steps, saved=self._checkpoints.newest())
+        decision = self._job.meet(report)
+        if me in decision.refused:
+            raise RuntimeError(f"this process can't take part: {decision.refused[me]}.")
+        if me not in decision.members:
             return
-        if len(plan.members) < self._min_workers:
+        if len(decision.members) < self._min_workers:
             self._waits = self._waits or Waiting(self._give_up)
-            here, least = [*plan.members], self._min_workers
+            here, least = [*decision.members], self._min_workers
             self._waits.say(lambda: f"more workers: {here} are here, and min_workers is {least}")
             time.sleep(1.0)
             self._job.announce()
             return
         # Until the new group is complete, this worker keeps the state of the old one.
-        self._batch = self._next_batch(plan.members, plan.step)
-        devices = assigned(plan, self._job.devices_of)
+        self._batch = self._next_batch(decision.members, decision.step)
+        devices = assigned(decision, self._job.devices_of)
         group = self._programs.load(devices, self._initial, self._batch)
-        if not self._job.ready(plan):
+        if not self._job.ready(decision):
             return
-        holds = me in plan.holders
-        held = next((x for x in states if holds and x.version == plan.version), None)
+        holds = me in decision.holders
+        held = next((x for x in states if holds and x.version == decision.version), None)
         try:
-            given = self._job, self._programs, self._saves, self._initial
-            now = restored(plan, held, group, *given)
+            given = self._job, self._programs, self._checkpoints, self._initial
+            now = restored(decision, held, group, *given)
         except _FAILURES as error:
             log.warning("the workers meet again: %s", _said_by_others(error))
             return
-        gone = {*self.members} - {*plan.members} - self._goodbyes | {*plan.lost}
+        gone = {*self.members} - {*decision.members} - self._goodbyes | {*decision.lost}
         for process in sorted(gone):
             waited = self._magnitudes.get(process, float("nan"))
-            self._lost.append(Lost(process, plan.step, waited))
-        if gone or self.members != plan.members:
+            self._lost.append(Lost(process, decision.step, waited))
+        if gone or self.members != decision.members:
             self._failures = 0
-        self._plan, self._goodbyes, self._waits = plan, set(), None
+        self._decision, self._goodbyes, self._waits = decision, set(), None
         self._now, self._before, self._group = now, None, group
-        log.warning("step %d, workers %s", plan.step, plan.members)
+        log.warning("step %d, workers %s", decision.step, decision.members)
 
 
 # A collective raises the first if another worker is gone, and the second if it fails at once.

@@ -11,10 +11,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from optax_ext._state import _find
 from optax_ext._state._placement import is_spec
 from optax_ext.elastic import _handover
+from optax_ext.elastic._checkpoints import Checkpoints
 from optax_ext.elastic._job import Job
-from optax_ext.elastic._meeting import Plan
+from optax_ext.elastic._meeting import Decision
 from optax_ext.elastic._programs import Group, Programs
-from optax_ext.elastic._saving import Saves
 
 
 class TrainingState(NamedTuple):
@@ -57,41 +57,43 @@ def placed(tree: Any, specs: Any, mesh: Mesh) -> Any:
 
 
 def restored(
-    plan: Plan, held: TrainingState | None, group: Group, job: Job, programs: Programs,
-    saves: Saves, initial: Any,
+    decision: Decision, held: TrainingState | None, group: Group, job: Job, programs: Programs,
+    saves: Checkpoints, initial: Any,
 ) -> TrainingState:  # fmt: skip
-    """The state of a plan on a new group.
+    """The state of a decision on a new group.
 
-    It is ``held``, the state of the plan's version on the last group; or this worker's part of a
+    It is ``held``, the state of that version on the last group; or this worker's part of a
     checkpoint; or ``initial`` parameters, and what the other workers give it.
     """
     me = job.process_id
-    size, rank = len(plan.members), plan.members.index(me)
-    params, holders = initial, plan.holders
+    size, rank = len(decision.members), decision.members.index(me)
+    params, holders = initial, decision.holders
     with jax.default_device(job.devices_of(me)[0]):
         state = programs.fresh(size, group.order.index(me), initial)
         if held is not None:
             params = own(held.params)
             state = _handover.carried(own(held.opt_state), state)
-        elif plan.saved >= 0:
-            written, params, saved = saves.load(plan.saved, rank, size, params, programs.state_of)
-            holders = plan.members[:written]
+        elif decision.saved >= 0:
+            written, params, saved = saves.load(
+                decision.saved, rank, size, params, programs.state_of
+            )
+            holders = decision.members[:written]
             if saved is not None:
                 state = _handover.carried(saved, state)
     params = placed(params, PartitionSpec(), group.mesh)
     state = placed(state, group.specs, group.mesh)
-    if {*holders} != {*plan.members}:
+    if {*holders} != {*decision.members}:
         holds = np.array([process in holders for process in group.order])
         params, state = group.admit(params, state, placed(holds, PartitionSpec(), group.mesh))
     jax.block_until_ready((params, state))
-    return TrainingState(plan.version, plan.step, params, state)
+    return TrainingState(decision.version, decision.step, params, state)
 
 
 def description(params: Any, opt_state: Any) -> str:
     """The model and the optimizer in short, for processes to compare."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     shapes = [(jax.tree_util.keystr(path), x.shape, str(x.dtype)) for path, x in leaves]
-    # The settings of the state are in its text, too.
+    # The text of the state has its settings.
     text = repr((shapes, str(jax.tree.map(lambda x: (x.shape, x.dtype), opt_state))))
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     count = sum(x.size for _, x in leaves)

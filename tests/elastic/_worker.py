@@ -24,7 +24,7 @@ import optax
 import optax_ext
 from benchmarks._common.processes import die_with_parent
 from optax_ext import elastic
-from optax_ext.elastic import _job, _programs, _saving, _training
+from optax_ext.elastic import _checkpoints, _job, _programs, _training
 from optax_ext.elastic._training_state import own
 from tests.groups import run, say, settings
 
@@ -166,14 +166,14 @@ def _die(place: str) -> None:
     elif place == "admit":
         _training.restored = dies
     elif place == "save":
-        _saving.Saves.wait = dies
-        original = _saving.Saves.save
+        _checkpoints.Checkpoints.wait = dies
+        original = _checkpoints.Checkpoints.save
 
         def save(self: Any, *args: Any) -> None:
             original(self, *args)
             dies()
 
-        _saving.Saves.save = save
+        _checkpoints.Checkpoints.save = save
 
 
 if __name__ == "__main__":

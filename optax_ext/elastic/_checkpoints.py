@@ -21,7 +21,7 @@ from optax_ext._state._placement import is_spec, state_specs
 from optax_ext.elastic._job import check_counts
 
 
-class Saves:
+class Checkpoints:
     """The checkpoints in a folder, ``700/0-1-3/3`` for the part of process 3 of three at step 700.
 
     The part of the first member also has the shared values. A checkpoint is whole when the parts of
