@@ -17,18 +17,19 @@ from optax_ext._state._init import init_state, with_mesh
 from optax_ext._state._placement import state_specs
 from optax_ext._state._reshard import reshard
 from optax_ext._step._accumulation import Residual, residual
-from optax_ext._step._dense import dense
-from optax_ext._step._dense_leaves import small_leaves
-from optax_ext._step._momentum_correction import MomentumCorrection, momentum_correction
+from optax_ext._step._momentum_correction import MomentumCorrection
 from optax_ext._step._sparse_state import SparseAllreduceState, StepInfo
 from optax_ext._transforms._assertions import assert_local_gradients, assert_replicated_gradients
 from optax_ext._transforms._buckets import bucketed
 from optax_ext._transforms._delayed import delayed
+from optax_ext._transforms._dense import dense
 from optax_ext._transforms._local_clip import local_clip_by_global_norm
 from optax_ext._transforms._local_steps import local_steps
 from optax_ext._transforms._low_rank import acp_sgd, powersgd
+from optax_ext._transforms._momentum_correction import momentum_correction
 from optax_ext._transforms._multi_steps import multi_steps
 from optax_ext._transforms._ok_topk import ok_topk
+from optax_ext._transforms._small_leaves import small_leaves
 from optax_ext._transforms._sparse_allreduce import sparse_allreduce
 from optax_ext._transforms._topk_a import topk_a
 from optax_ext._transforms._xi import measure_xi

@@ -4,9 +4,9 @@ from typing import Unpack
 
 import optax
 
-from optax_ext._step._momentum_correction import momentum_correction
 from optax_ext._step._options import LocalOptions, SparseOptions, takes
 from optax_ext._transforms._local_clip import local_clip_by_global_norm
+from optax_ext._transforms._momentum_correction import momentum_correction
 from optax_ext._transforms._sparse_allreduce import selection, sparse_allreduce
 from optax_ext._transforms._topk_a import topk_a
 from sparse_collectives import AxisName, Codec, Selector, allreduce, select, wire
