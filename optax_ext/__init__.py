@@ -1,11 +1,6 @@
 """Sparse and low-rank allreduces with error feedback as optax gradient transformations."""
 
 from optax_ext import contrib, published
-from optax_ext._aliases import (
-    ok_topk,
-    ok_topk_sgd,
-    topk_a,
-)
 from optax_ext._loop._ahead import ahead
 from optax_ext._loop._data_parallel import data_parallel
 from optax_ext._loop._monitoring import Monitor, metrics
@@ -13,6 +8,7 @@ from optax_ext._loop._train_round import make_train_round
 from optax_ext._loop._train_step import make_train_step
 from optax_ext._optimizers._adamw import sparse_adamw
 from optax_ext._optimizers._common import scale_by_local_adam
+from optax_ext._optimizers._ok_topk_sgd import ok_topk_sgd
 from optax_ext._optimizers._sgd import sparse_sgd
 from optax_ext._state._checkpoint import abstract_state, check_metadata, checkpoint_metadata
 from optax_ext._state._consolidate import consolidate, flush
@@ -21,18 +17,21 @@ from optax_ext._state._init import init_state, with_mesh
 from optax_ext._state._placement import state_specs
 from optax_ext._state._reshard import reshard
 from optax_ext._step._accumulation import Residual, residual
-from optax_ext._step._dense import dense
-from optax_ext._step._dense_leaves import small_leaves
-from optax_ext._step._momentum_correction import MomentumCorrection, momentum_correction
+from optax_ext._step._momentum_correction import MomentumCorrection
 from optax_ext._step._sparse_state import SparseAllreduceState, StepInfo
 from optax_ext._transforms._assertions import assert_local_gradients, assert_replicated_gradients
 from optax_ext._transforms._buckets import bucketed
 from optax_ext._transforms._delayed import delayed
+from optax_ext._transforms._dense import dense
 from optax_ext._transforms._local_clip import local_clip_by_global_norm
 from optax_ext._transforms._local_steps import local_steps
 from optax_ext._transforms._low_rank import acp_sgd, powersgd
+from optax_ext._transforms._momentum_correction import momentum_correction
 from optax_ext._transforms._multi_steps import multi_steps
+from optax_ext._transforms._ok_topk import ok_topk
+from optax_ext._transforms._small_leaves import small_leaves
 from optax_ext._transforms._sparse_allreduce import sparse_allreduce
+from optax_ext._transforms._topk_a import topk_a
 from optax_ext._transforms._xi import measure_xi
 
 __all__ = [

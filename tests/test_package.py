@@ -54,7 +54,6 @@ def test_the_oldest_versions_that_are_tested_are_the_stated_minimums():
 
 # Packages that the examples and the logging need, and that users may not have.
 OPTIONAL = "diskcache flax grain matplotlib mpi4jax mpi4py orbax pandas PIL rich scipy sklearn"
-OPTIONAL += " tensorboardX"
 
 
 @pytest.mark.parametrize(

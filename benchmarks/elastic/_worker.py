@@ -26,8 +26,8 @@ def main(given: dict[str, Any], task: Any) -> None:
         collective_seconds=given["collective"],
     )
 
-    def batch_of(turn: elastic.Turn) -> Any:
-        rng = np.random.default_rng([given["seed"], turn.step, turn.rank])
+    def batch_of(request: elastic.BatchRequest) -> Any:
+        rng = np.random.default_rng([given["seed"], request.step, request.rank])
         return task.batch_of(rng.integers(0, task.count, given["examples"]).astype(np.int32))
 
     rounds = {name: given[name] for name in ("density", "every") if name in given}

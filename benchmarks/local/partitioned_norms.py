@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_ext.contrib import _partitioned_norms as norms
+from optax_ext.contrib import _trust_ratio as norms
 
 from .._common import options, reports, timing
 from .._common.display import show_rows

@@ -104,7 +104,7 @@ class Monitor:
 
     Args:
       write: called with the step and a dict of floats, as the ``write_scalars`` of
-        ``clu.metric_writers``; :func:`optax_ext.contrib.tensorboard_writer` makes one.
+        ``clu.metric_writers``.
       every: the number of steps from one write to the next.
       prefix: the prefix of the names.
 
@@ -122,7 +122,7 @@ class Monitor:
         if not callable(write):
             raise TypeError(
                 f"write must be callable as write(step, values), got {write!r}. Give for example "
-                "optax_ext.contrib.tensorboard_writer(folder)."
+                "print, or the write_scalars of a clu.metric_writers."
             )
         self._write = write
         self._every = _validation.check_positive_int("every", every)

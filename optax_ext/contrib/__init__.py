@@ -1,18 +1,7 @@
-"""Tools for a training loop that are independent of sparse exchanges."""
+"""LARS, LAMB, and an operator on layers, whose arithmetic the workers divide; nothing sparse."""
 
-from optax_ext.contrib._checksums import check_checksums, checksums
 from optax_ext.contrib._distributed import distributed
-from optax_ext.contrib._partitioned_norms import lamb, lars, scale_by_trust_ratio
-from optax_ext.contrib._tensorboard import tensorboard_writer
-from optax_ext.contrib._watchdog import Watchdog
+from optax_ext.contrib._lars_lamb import lamb, lars
+from optax_ext.contrib._trust_ratio import scale_by_trust_ratio
 
-__all__ = [
-    "Watchdog",
-    "check_checksums",
-    "checksums",
-    "distributed",
-    "lamb",
-    "lars",
-    "scale_by_trust_ratio",
-    "tensorboard_writer",
-]
+__all__ = ["distributed", "lamb", "lars", "scale_by_trust_ratio"]

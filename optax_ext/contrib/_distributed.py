@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_ext.contrib import _mapped
 from sparse_collectives import AxisName, _compat, transport
 
 
@@ -61,7 +60,7 @@ def distributed(fn: Callable[..., Any], *, axis: AxisName) -> Callable[..., Any]
     """
 
     def apply(tree: Any, *rest: Any) -> Any:
-        workers = _mapped.workers(axis, "leaves", "jax.tree.map")
+        workers = workers_of(axis, "leaves", "jax.tree.map")
         leaves, treedef = jax.tree.flatten(tree)
         arguments = [leaves, *(treedef.flatten_up_to(other) for other in rest)]
         of_leaves = list(zip(*arguments, strict=True))
@@ -90,6 +89,18 @@ def distributed(fn: Callable[..., Any], *, axis: AxisName) -> Callable[..., Any]
         return treedef.unflatten(jax.tree.unflatten(structure, found))
 
     return apply
+
+
+def workers_of(axis: AxisName, shared: str, instead: str) -> int:
+    """P of the bound axis; a ValueError names what they share, and what to use instead."""
+    if not _compat.axis_is_bound(axis):
+        raise ValueError(
+            f"axis={axis!r} is not bound here: its workers share the {shared} inside a mapped "
+            f"function. Call it under jax.shard_map over a mesh with an axis named {axis!r}, under "
+            f"jax.pmap(..., axis_name={axis!r}), or through sparse_collectives.simulate(..., "
+            f"axis={axis!r}, axis_size=P); in a program of one worker use {instead}."
+        )
+    return transport.axis_size(axis)
 
 
 def deal(sizes: Sequence[int], workers: int) -> list[int]:

@@ -7,6 +7,6 @@ It is for CPUs with Gloo; we have not tried it with GPUs.
 """
 
 from optax_ext.elastic._job import Job, connect
-from optax_ext.elastic._training import Lost, Training, Turn
+from optax_ext.elastic._training import BatchRequest, Lost, Training
 
-__all__ = ["Job", "Lost", "Training", "Turn", "connect"]
+__all__ = ["BatchRequest", "Job", "Lost", "Training", "connect"]

@@ -1,7 +1,5 @@
 """The coordinator of a job whose processes may die: ``python -m optax_ext.elastic``."""
 
-from __future__ import annotations
-
 import argparse
 import signal
 import sys

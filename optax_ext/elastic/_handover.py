@@ -70,12 +70,12 @@ def _alone(opt_state: Any) -> Any:
     return jax.tree.map(of, opt_state, is_leaf=_find.is_state)
 
 
-def welcome(axis: AxisName, params: Any, opt_state: Any, holds: jax.Array) -> tuple[Any, Any]:
+def admit(axis: AxisName, params: Any, opt_state: Any, holds: jax.Array) -> tuple[Any, Any]:
     """Parameters and state for workers that have none yet, inside the mapped function.
 
     They get shared values from the first worker that holds them, to the bit, and the mean of the
-    statistics of the others, such as second moments. Values that add up, such as a residual, they
-    bring along: nothing, or the values of a checkpoint.
+    statistics of the others, such as second moments. Summed values of a newcomer, such as its
+    residual, start at zero or come from its checkpoint.
 
     Args:
       axis: the axis of the workers.
@@ -104,7 +104,7 @@ def welcome(axis: AxisName, params: Any, opt_state: Any, holds: jax.Array) -> tu
     return jax.tree.map(shared, params), given
 
 
-def farewell(axis: AxisName, opt_state: Any, leaves: jax.Array) -> Any:
+def release(axis: AxisName, opt_state: Any, leaves: jax.Array) -> Any:
     """The state after workers have handed over values that add up, inside the mapped function.
 
     The entries of workers that leave are split by index among those that stay. Each of these

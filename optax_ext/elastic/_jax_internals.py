@@ -6,8 +6,6 @@ noticed there and not in a training.
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
-from __future__ import annotations
-
 import contextlib
 import io
 from collections.abc import Callable, Generator, Sequence
@@ -40,9 +38,9 @@ def connect(
     address: str,
     process_id: int,
     processes: int,
-    *,
     heartbeat_seconds: int,
     timeout_seconds: int,
+    *,
     on_lost: Callable[[Any], None],
 ) -> Any:
     """Joins this process to a job, without a service of its own; returns the client.

@@ -1,7 +1,5 @@
 """One process of a job whose processes may die and come back."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import os
@@ -16,13 +14,14 @@ import jax
 
 from optax_ext.elastic import _jax_internals, _meeting
 from optax_ext.elastic._jax_internals import Device
-from optax_ext.elastic._meeting import Plan, Report
+from optax_ext.elastic._meeting import Decision, Report
 from optax_ext.elastic._waiting import log, waiting
 
 # EX_TEMPFAIL of sysexits.h: the failed work may succeed when it is started again.
 EXIT_STATUS = 75
-_REPORT, _PLAN, _READY, _WAITING, _HERE, _OVER = (
-    f"optax_ext/{x}/" for x in ("report", "plan", "ready", "waiting", "here", "over")
+# Keys of the coordinator: the first ones end with the number of a process, or of a step.
+_REPORT, _DECISION, _READY, _WAITING, _HERE, _OVER = (
+    f"optax_ext/{x}/" for x in ("report", "decision", "ready", "waiting", "here", "over")
 )
 _NUMBER, _PROCESSES = "optax_ext/number", "optax_ext/processes"
 
@@ -37,7 +36,7 @@ def connect(
     connect_seconds: int = 300,
     stuck_seconds: int = 600,
     devices: int = 8,
-) -> Job:
+) -> "Job":
     """Makes this process one of a job that goes on when others die, and that lets them come back.
 
     Call it instead of ``jax.distributed.initialize``, and as early: before jax looks for
@@ -72,16 +71,14 @@ def connect(
       ValueError: a number of processes or seconds that is not positive, or a ``process_id`` that
         is out of range.
     """
-    for name, value in {
-        "num_processes": num_processes,
-        "heartbeat_seconds": heartbeat_seconds,
-        "collective_seconds": collective_seconds,
-        "connect_seconds": connect_seconds,
-        "stuck_seconds": stuck_seconds,
-        "devices": devices,
-    }.items():
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
+    check_counts(
+        num_processes=num_processes,
+        heartbeat_seconds=heartbeat_seconds,
+        collective_seconds=collective_seconds,
+        connect_seconds=connect_seconds,
+        stuck_seconds=stuck_seconds,
+        devices=devices,
+    )
     if not isinstance(process_id, int) or not 0 <= process_id < num_processes:
         raise ValueError(
             f"process_id must be in [0, {num_processes}), as there are num_processes="
@@ -98,20 +95,14 @@ def connect(
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
     jax.config.update("jax_num_cpu_devices", devices)
     # Before all have connected, the service has no list of those that are missing.
-    others = (
+    missing = (
         f"all workers to connect to {address}: this is process_id={process_id} of num_processes="
         f"{num_processes}. Start the others, and give the same number (1 to train alone) as "
         "num_processes= to each and as --processes to the coordinator"
     )
-    with waiting(lambda: others, connect_seconds):
-        client = _jax_internals.connect(
-            address,
-            process_id,
-            num_processes,
-            heartbeat_seconds=heartbeat_seconds,
-            timeout_seconds=connect_seconds,
-            on_lost=_lost,
-        )
+    with waiting(lambda: missing, connect_seconds):
+        given = address, process_id, num_processes, heartbeat_seconds, connect_seconds
+        client = _jax_internals.connect(*given, on_lost=_lost)
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         client.key_value_set(_PROCESSES, str(num_processes))
     expected = int(client.blocking_key_value_get(_PROCESSES, 1000 * connect_seconds))
@@ -120,10 +111,17 @@ def connect(
             f"num_processes is {num_processes}, but the job at {address} has {expected}: give all "
             "processes, and the coordinator, the same number."
         )
-    # Here and not in the first computation of the program, which would wait without a line.
+    # Initialize devices now, so that the wait is logged.
     with waiting(lambda: "the devices of a worker that had connected: start it again"):
         jax.devices()
     return Job(client, process_id, num_processes, stuck_seconds)
+
+
+def check_counts(**counts: Any) -> None:
+    """Raises a ValueError for an argument that is no whole number of at least 1."""
+    for name, value in counts.items():
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
 
 
 def _check_listens(address: str, processes: int, seconds: float) -> None:
@@ -168,45 +166,45 @@ class Job:
         self._stuck = stuck_seconds
         # An earlier life may have died in a group that is not complete yet.
         client.key_value_delete(f"{_READY}{process_id}")
-        self.is_alive()
+        self.restart_deadline()
 
     def devices_of(self, process_id: int) -> list[Device]:
         """The devices of a process, living or dead."""
-        found = [device for device in jax.devices() if device.process_index == process_id]
+        found = (device for device in jax.devices() if device.process_index == process_id)
         return sorted(found, key=lambda device: device.id)
 
-    def meet(self, report: Report) -> Plan:
+    def meet(self, report: Report) -> Decision:
         """Waits for all living processes, and returns what they do next.
 
-        A process that begins while others meet may find that it is not in the plan. It meets
+        A process that begins while others meet may find that it is not in the decision. It meets
         again.
         """
         me = self.process_id
         while True:
-            turn = secrets.token_hex(8)
-            self._set(f"{_REPORT}{me}", _meeting.written(report._replace(turn=turn)))
+            nonce = secrets.token_hex(8)
+            self._set(f"{_REPORT}{me}", _meeting.written(report._replace(nonce=nonce)))
             try:
                 waiting = self._all(_WAITING)
                 present = self._present()
                 first = min(present)
-                plan = self._decided(present) if first == me else self._plan_of(first)
+                decision = self._decide(present) if first == me else self._decision_of(first)
                 # Otherwise the others were at the end of an earlier meeting, not in this one.
-                if plan and plan.turns.get(me) == turn:
+                if decision and decision.nonces.get(me) == nonce:
                     if first == me:
                         self._forget(waiting, present)
-                    return plan
+                    return decision
             except jax.errors.JaxRuntimeError as error:
                 # The first process has died, or has gone on to the next meeting.
-                log.info("meets again, as there was no plan: %s", str(error).splitlines()[0])
+                log.info("meets again, as there was no decision: %s", str(error).splitlines()[0])
 
-    def ready(self, plan: Plan) -> bool:
-        """Waits for the members of a plan; whether all of them are there to follow it.
+    def ready(self, decision: Decision) -> bool:
+        """Waits for the members of a decision; whether all of them are there to follow it.
 
-        All members get the same answer: none can go on to another plan before all have this one's.
+        All members get the same answer: none can go on to another decision before all have it.
         """
-        self._set(f"{_READY}{self.process_id}", plan.turns[self.process_id])
-        present, turns = self._present(), self._all(_READY)
-        return all(p in present and turns.get(p) == plan.turns[p] for p in plan.members)
+        self._set(f"{_READY}{self.process_id}", decision.nonces[self.process_id])
+        present, ready = self._present(), self._all(_READY)
+        return all(p in present and ready.get(p) == decision.nonces[p] for p in decision.members)
 
     def _present(self) -> set[int]:
         """Waits for all living processes; all get the same set.
@@ -215,17 +213,16 @@ class Job:
         distinguish.
         """
         # The processes that it waits for are alive, or will be found dead soon.
-        self.rests()
+        self.lift_deadline()
         mine = f"{_HERE}{self.process_id}"
         self._set(mine, "")
         with waiting(self._others):
             living = self._client.get_live_nodes(list(range(self.num_processes)))
         self._client.key_value_delete(mine)
-        self.is_alive()
+        self.restart_deadline()
         return {*living}
 
     def _others(self) -> str:
-        """Whom :meth:`_present` waits for."""
         here = sorted(self._all(_HERE))
         return (
             f"workers: {len(here)} of {self.num_processes} are here, {here}; each of the others "
@@ -242,60 +239,52 @@ class Job:
 
     def end(self, step: int) -> None:
         """Leaves a note for processes that come too late."""
-        self._set(_OVER, str(step))
+        self._set(f"{_OVER}{step}", "")
 
     def ended(self) -> int | None:
         """The step at which the training was over; None while it goes on."""
-        text = self._get(_OVER)
-        return int(text) if text else None
+        return max(self._all(_OVER), default=None)
 
-    def is_alive(self) -> None:
+    def restart_deadline(self) -> None:
         """Ends the process, with the stacks of its threads, unless it is called again in time.
 
         It is for a process that hangs in Python: its heartbeats go on, and all others wait for it.
         """
         faulthandler.dump_traceback_later(self._stuck, exit=True)
 
-    def rests(self) -> None:
+    def lift_deadline(self) -> None:
         """Lifts that deadline: the process may take as long as it likes."""
         faulthandler.cancel_dump_traceback_later()
 
-    def _decided(self, present: set[int]) -> Plan | None:
-        """The plan of the first process; None if some of the others are not in a meeting."""
-        texts, turns = self._all(_REPORT), self._all(_READY)
+    def _decide(self, present: set[int]) -> Decision | None:
+        """The decision of the first process; None if some of the others are not in a meeting."""
+        texts, ready = self._all(_REPORT), self._all(_READY)
         reports = {process: _meeting.report_of(texts[process]) for process in present}
-        if any(turns.get(process) == report.turn for process, report in reports.items()):
+        if any(ready.get(process) == report.nonce for process, report in reports.items()):
             return None
-        number = int(self._client.key_value_increment(_NUMBER, 1))
-        plan = _meeting.decide(number, reports)
-        key = f"{_PLAN}{self.process_id}/{plan.turns[self.process_id]}"
-        self._set(key, _meeting.written(plan))
-        return plan
+        decision = _meeting.decide(int(self._client.key_value_increment(_NUMBER, 1)), reports)
+        nonce = decision.nonces[self.process_id]
+        self._set(f"{_DECISION}{self.process_id}/{nonce}", _meeting.written(decision))
+        return decision
 
-    def _plan_of(self, first: int) -> Plan:
-        """The plan that the first process has decided, or will decide soon."""
-        report = _meeting.report_of(self._client.key_value_try_get(f"{_REPORT}{first}"))
-        key = f"{_PLAN}{first}/{report.turn}"
-        return _meeting.plan_of(self._client.blocking_key_value_get(key, 10_000))
+    def _decision_of(self, first: int) -> Decision:
+        """The decision that the first process has made, or will make soon."""
+        nonce = _meeting.report_of(self._client.key_value_try_get(f"{_REPORT}{first}")).nonce
+        key = f"{_DECISION}{first}/{nonce}"
+        return _meeting.decision_of(self._client.blocking_key_value_get(key, 10_000))
 
     def _forget(self, waiting: Mapping[int, str], present: set[int]) -> None:
         """Removes the announcements of processes that have met, or have died since."""
+        # A process that has come back in the meantime has announced itself again.
+        now = self._all(_WAITING)
         for process, said in waiting.items():
-            key = f"{_WAITING}{process}"
-            # A process that has come back in the meantime has announced itself again.
-            if process in present or self._get(key) == said:
-                self._client.key_value_delete(key)
+            if process in present or now.get(process) == said:
+                self._client.key_value_delete(f"{_WAITING}{process}")
 
     def _all(self, folder: str) -> dict[int, str]:
-        """What the processes have said under such keys."""
+        """The values of such keys, by the number at their end."""
         said = self._client.key_value_dir_get(folder)
         return {int(key.rpartition("/")[2]): value for key, value in said}
 
     def _set(self, key: str, value: str) -> None:
         self._client.key_value_set(key, value, allow_overwrite=True)
-
-    def _get(self, key: str) -> str:
-        try:
-            return self._client.key_value_try_get(key)
-        except jax.errors.JaxRuntimeError:
-            return ""

@@ -1,10 +1,13 @@
-"""Which workers take part from now on, and from which state, as one process decides for all."""
+"""Which workers take part from now on, on which devices and from which state.
 
-from __future__ import annotations
+One process decides it for all.
+"""
 
-import json
-from collections.abc import Mapping
+import ast
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
+
+from optax_ext.elastic._jax_internals import Device
 
 
 class Report(NamedTuple):
@@ -17,7 +20,7 @@ class Report(NamedTuple):
       steps: the step of each.
       leaves: whether it has handed its residual over, and leaves.
       saved: the step of the newest whole checkpoint that it sees; -1 if there is none.
-      turn: a word that no other report has.
+      nonce: a word that no other report has.
     """
 
     model: str
@@ -25,10 +28,10 @@ class Report(NamedTuple):
     steps: tuple[int, ...] = ()
     leaves: bool = False
     saved: int = -1
-    turn: str = ""
+    nonce: str = ""
 
 
-class Plan(NamedTuple):
+class Decision(NamedTuple):
     """What all processes that have met do next.
 
     Attributes:
@@ -41,7 +44,7 @@ class Plan(NamedTuple):
       saved: the step of the checkpoint to begin from; -1 to begin without one, or to go on.
       lost: the processes that had a state when they met, and can't go on from it.
       refused: why a process can't take part, by its number.
-      turns: the reports that the plan rests on, by process.
+      nonces: the nonces of the reports that the decision rests on, by process.
     """
 
     number: int
@@ -52,15 +55,15 @@ class Plan(NamedTuple):
     saved: int
     lost: tuple[int, ...]
     refused: dict[int, str]
-    turns: dict[int, str]
+    nonces: dict[int, str]
 
 
-def decide(number: int, reports: Mapping[int, Report]) -> Plan:
-    """The plan for processes that have met, from their reports.
+def decide(number: int, reports: Mapping[int, Report]) -> Decision:
+    """The decision for processes that have met, from their reports.
 
-    It takes the newest version that all processes with a state can go back to. The workers of a
-    step that failed are apart by one exchange at most, since none can finish another one before
-    all have finished this one, and each keeps the state before its last exchange.
+    It takes the newest version that all processes with a state can go back to. Workers differ by at
+    most one exchange, since none starts the next before all have finished this one, and each keeps
+    the state before its last exchange.
     """
     have = {process for process, report in reports.items() if report.versions}
     reference = reports[min(have or reports)]
@@ -84,25 +87,35 @@ def decide(number: int, reports: Mapping[int, Report]) -> Plan:
     elif members:
         holders, saved = members[:1], reports[members[0]].saved
         step = max(saved, 0)
-    turns = {process: report.turn for process, report in reports.items()}
-    return Plan(number, members, holders, version, step, saved, lost, refused, turns)
+    nonces = {process: report.nonce for process, report in reports.items()}
+    return Decision(number, members, holders, version, step, saved, lost, refused, nonces)
 
 
-def written(message: Report | Plan) -> str:
+def assigned(
+    decision: Decision, devices_of: Callable[[int], Sequence[Device]]
+) -> dict[int, Device]:
+    """One device of each member, by its number and in the order of a mesh.
+
+    Each meeting has other ones, until all have been used: XLA keeps a group of CPU devices
+    indefinitely, by the devices in their order, and one that broke stays broken.
+    """
+    size, each = len(decision.members), len(devices_of(decision.members[0]))
+    shift = decision.number // each**size % size
+    order = (*decision.members[shift:], *decision.members[:shift])
+    places = enumerate(order)
+    return {x: devices_of(x)[decision.number // each**place % each] for place, x in places}
+
+
+def written(message: Report | Decision) -> str:
     """A message as text for the others to read."""
-    return json.dumps(message._asdict())
+    return repr(message._asdict())
 
 
 def report_of(text: str) -> Report:
     """The report that :func:`written` wrote."""
-    given = json.loads(text)
-    return Report(**{**given, "versions": (*given["versions"],), "steps": (*given["steps"],)})
+    return Report(**ast.literal_eval(text))
 
 
-def plan_of(text: str) -> Plan:
-    """The plan that :func:`written` wrote."""
-    given = json.loads(text)
-    for name in ("refused", "turns"):
-        given[name] = {int(process): text for process, text in given[name].items()}
-    given |= {name: (*given[name],) for name in ("members", "holders", "lost")}
-    return Plan(**given)
+def decision_of(text: str) -> Decision:
+    """The decision that :func:`written` wrote."""
+    return Decision(**ast.literal_eval(text))

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import os
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,6 @@ from optax_ext._state._init import init_state
 from optax_ext._state._placement import state_specs
 from optax_ext.elastic import _handover, _jax_internals
 from optax_ext.elastic._jax_internals import Device
-from optax_ext.elastic._seats import Seats
 
 _WHOLE = PartitionSpec()
 
@@ -35,8 +34,8 @@ class Group(NamedTuple):
       specs: the specs of the arrays of the optimizer state.
       step: ``(params, opt_state, batch) -> (params, opt_state, loss)``.
       poll: ``u32[P, k] -> u32[P, k]``, the rows of all workers on every worker.
-      welcome: :func:`._handover.welcome` for global arrays.
-      farewell: :func:`._handover.farewell` for global arrays.
+      admit: :func:`._handover.admit` for global arrays.
+      release: :func:`._handover.release` for global arrays.
     """
 
     order: tuple[int, ...]
@@ -44,8 +43,8 @@ class Group(NamedTuple):
     specs: Any
     step: Callable[..., Any]
     poll: Callable[..., Any]
-    welcome: Callable[..., Any]
-    farewell: Callable[..., Any]
+    admit: Callable[..., Any]
+    release: Callable[..., Any]
 
 
 class Programs:
@@ -84,13 +83,13 @@ class Programs:
             self._fresh[size] = jax.jit(of_one)
         return self._fresh[size](params, np.int32(rank))
 
-    def load(self, seats: Seats, params: Any, batch: Any) -> Group:
-        """The programs for a group, for which ``batch`` is the batch of one worker.
+    def load(self, assigned: Mapping[int, Device], params: Any, batch: Any) -> Group:
+        """The programs for the device of each process, and for ``batch``, the batch of one worker.
 
         Programs that have not been compiled for so many workers, and for batches of such shapes,
         are compiled.
         """
-        size, devices = len(seats.order), seats.devices
+        size, devices = len(assigned), [*assigned.values()]
         key = (
             size,
             jax.tree.structure(batch),
@@ -104,7 +103,7 @@ class Programs:
             name: _jax_internals.load(lowered, program, devices)
             for name, (lowered, program) in self._compiled[key].items()
         }
-        return Group(order=seats.order, mesh=mesh, specs=specs, **loaded)
+        return Group(order=(*assigned,), mesh=mesh, specs=specs, **loaded)
 
     def _mesh(self, devices: Sequence[Device]) -> Mesh:
         return Mesh(np.array(devices), (self._axis,), axis_types=(AxisType.Auto,))
@@ -141,13 +140,13 @@ class Programs:
             "poll": mapped(
                 lambda row: lax.all_gather(row[0], axis), PartitionSpec(axis), _WHOLE
             ).lower(rows),
-            "welcome": mapped(
-                lambda *args: _handover.welcome(axis, *args),
+            "admit": mapped(
+                lambda *args: _handover.admit(axis, *args),
                 (_WHOLE, specs, _WHOLE),
                 (_WHOLE, specs),
             ).lower(params, state, each),
-            "farewell": mapped(
-                lambda *args: _handover.farewell(axis, *args), (specs, _WHOLE), specs
+            "release": mapped(
+                lambda *args: _handover.release(axis, *args), (specs, _WHOLE), specs
             ).lower(state, each),
         }
         devices = list(mesh.devices.flat)

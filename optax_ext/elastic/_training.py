@@ -1,7 +1,5 @@
 """A training loop that goes on with whoever is there."""
 
-from __future__ import annotations
-
 import re
 import signal
 import time
@@ -15,16 +13,16 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from optax_ext.elastic import _checks, _saving, _seats
-from optax_ext.elastic._held import Held, restored
-from optax_ext.elastic._job import Job, log
-from optax_ext.elastic._look import look
-from optax_ext.elastic._meeting import Plan, Report
+from optax_ext.elastic import _training_state
+from optax_ext.elastic._checkpoints import Checkpoints
+from optax_ext.elastic._job import Job, check_counts, log
+from optax_ext.elastic._meeting import Decision, Report, assigned
 from optax_ext.elastic._programs import Group, Programs
+from optax_ext.elastic._training_state import TrainingState, own, placed, restored
 from optax_ext.elastic._waiting import Waiting
 
 
-class Turn(NamedTuple):
+class BatchRequest(NamedTuple):
     """Whose batch is asked for.
 
     Attributes:
@@ -56,21 +54,21 @@ class Lost(NamedTuple):
 class Training:
     """Trains with the workers that are present, through deaths, hangs and returns.
 
-    When a worker dies in a step, the others repeat that step without it, from the state before the
-    step. A worker that returns under its number gets the parameters and the shared state, to the
-    bit, the mean of the second moments, and an empty residual. A worker that leaves (``leave``)
-    hands its residual over to the others, and the last workers that leave write a checkpoint. The
-    residual of a worker that dies is lost, and ``lost`` says how large it was. All living workers
-    have the same parameters, to the bit, which is checked every ``check_every`` exchanges.
+    When a worker dies in a step, the others repeat the step without it, from the state before it.
+    A worker that returns under its number gets the parameters and the shared state, to the bit, the
+    mean of the second moments, and an empty residual. A worker that leaves hands its residual over,
+    and the last ones that leave write a checkpoint. The residual of a worker that dies is lost, and
+    ``lost`` says how large it was. Every ``check_every`` exchanges the parameters are compared,
+    which all living workers have to the same bits.
 
     Args:
       job: the result of :func:`connect`.
       loss_fn: as in :func:`optax_ext.make_train_step`.
       tx: as in :func:`optax_ext.make_train_step`, with parameters that are whole on each worker.
       params: parameters before the first step. All workers begin with the first worker's.
-      batch_of: ``batch_of(turn) -> batch`` returns this worker's part of the batch of a
-        :class:`Turn`: arrays whose shapes depend on ``turn.size`` alone. It is called again when a
-        step is repeated.
+      batch_of: ``batch_of(request) -> batch`` returns this worker's part of the batch of a
+        :class:`BatchRequest`: arrays whose shapes depend on ``request.size`` alone. It is called
+        again when a step is repeated.
       axis: the axis of ``tx``.
       check_every: exchanges from one check to the next. A check compares the parameters, and lets
         workers in and out.
@@ -97,7 +95,7 @@ class Training:
         loss_fn: Callable[[Any, Any], Any],
         tx: optax.GradientTransformation,
         params: Any,
-        batch_of: Callable[[Turn], Any],
+        batch_of: Callable[[BatchRequest], Any],
         *,
         axis: str = "data",
         check_every: int = 10,
@@ -107,9 +105,7 @@ class Training:
         leave_on: Sequence[signal.Signals] = (),
         give_up: float = 600.0,
     ):
-        for name, value in {"check_every": check_every, "min_workers": min_workers}.items():
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
+        check_counts(check_every=check_every, min_workers=min_workers)
         if min_workers > job.num_processes:
             raise ValueError(
                 f"min_workers is {min_workers}, but the job has {job.num_processes} processes."
@@ -120,30 +116,30 @@ class Training:
             )
         self._job = job
         self._batch_of = batch_of
-        self._own = PartitionSpec(axis)
+        self._rows = PartitionSpec(axis)
         self._check_every = check_every
         self._min_workers = min_workers
         self._give_up = give_up
-        me = job.devices_of(job.process_id)
+        mine = job.devices_of(job.process_id)[0]
         others = [x for x in jax.devices() if x.process_index != job.process_id]
         # A device of each process.
-        first = {x.process_index: x for x in reversed(others)}
-        self._programs = Programs(loss_fn, tx, axis, [me[0], *first.values()])
-        with jax.default_device(me[0]):
+        devices = {x.process_index: x for x in (mine, *reversed(others))}
+        self._programs = Programs(loss_fn, tx, axis, [*devices.values()])
+        with jax.default_device(mine):
             self._initial = jax.tree.map(jnp.asarray, params)
         state = self._programs.state_of(1, self._initial)
-        self._every = _checks.rounds(state)
-        self._model = _checks.description(self._initial, state)
-        self._saves = _saving.Saves(folder, save_every, job.process_id)
-        self._now: Held | None = None
-        self._before: Held | None = None
-        self._plan: Plan | None = None
+        self._every = _training_state.steps_in_round(state)
+        self._model = _training_state.description(self._initial, state)
+        self._checkpoints = Checkpoints(folder, save_every, job.process_id)
+        self._now: TrainingState | None = None
+        self._before: TrainingState | None = None
+        self._decision: Decision | None = None
         self._group: Group | None = None
         self._batch: Any = None
         self._magnitudes: dict[int, float] = {}
         self._lost: list[Lost] = []
         self._goodbyes: set[int] = set()
-        self._leaves = self._gone = self._exchanged = False
+        self._leaves = self._gone = False
         self._failures = 0
         self._waits: Waiting | None = None
         for number in leave_on:
@@ -158,7 +154,7 @@ class Training:
     @property
     def params(self) -> Any:
         """Parameters after the last step, as arrays of this process."""
-        return _seats.own(self._now.params) if self._now else self._initial
+        return own(self._now.params) if self._now else self._initial
 
     @property
     def opt_state(self) -> Any:
@@ -168,7 +164,7 @@ class Training:
     @property
     def members(self) -> tuple[int, ...]:
         """The numbers of the processes that take part."""
-        return self._plan.members if self._plan else ()
+        return self._decision.members if self._decision else ()
 
     @property
     def lost(self) -> list[Lost]:
@@ -176,7 +172,7 @@ class Training:
         return list(self._lost)
 
     def leave(self) -> None:
-        """Asks this worker to hand its residual over and to leave, when all look next."""
+        """Asks this worker to hand its residual over and to leave, at the next check."""
         self._leaves = True
 
     def run(self, steps: int) -> Iterator[tuple[int, jax.Array]]:
@@ -196,7 +192,7 @@ class Training:
         since = time.monotonic()
         try:
             while self.step < steps and not self._gone:
-                self._job.is_alive()
+                self._job.restart_deadline()
                 loss = self._attempt()
                 if loss is not None:
                     yield self.step, loss
@@ -208,26 +204,27 @@ class Training:
                         f"min_workers is {self._min_workers}. A larger give_up= waits for longer."
                     )
         finally:
-            self._job.rests()
+            self._job.lift_deadline()
         if not self._gone:
-            self._saves.wait()
+            self._checkpoints.wait()
             self._job.end(steps)
 
     def _attempt(self) -> jax.Array | None:
         """The loss of a step; None where the workers have met instead."""
-        if self._group is None or self._now is None:
+        group, before = self._group, self._now
+        if group is None or before is None:
             return self._meet()
-        batch = self._next_batch(self.step) if self._batch is None else self._batch
-        self._batch = None
+        batch, self._batch = self._batch, None
+        if batch is None:
+            batch = self._next_batch(self.members, before.step)
         loss = None
         try:
-            loss = self._take(self._group, self._now, batch)
-            self._look_if_due(self._group)
+            now, loss = self._take(group, before, batch)
+            if now.version != before.version and now.version % self._check_every == 0:
+                self._poll(group, now)
         except _FAILURES as error:
-            if not _is_of_others(error):
-                raise
+            log.warning("after step %d: %s", self.step, _said_by_others(error))
             self._group = None
-            log.warning("after step %d: %s", self.step, str(error).splitlines()[0][:200])
             self._failures += loss is None
             if self._failures > 10:
                 raise RuntimeError(
@@ -237,118 +234,100 @@ class Training:
         # Also if all have taken the step, and the check after it failed.
         return loss
 
-    def _take(self, group: Group, now: Held, batch: Any) -> jax.Array:
-        batch = _seats.placed(batch, self._own, group.mesh)
+    def _take(
+        self, group: Group, before: TrainingState, batch: Any
+    ) -> tuple[TrainingState, jax.Array]:
+        batch = placed(batch, self._rows, group.mesh)
         params, opt_state, loss = jax.block_until_ready(
-            group.step(now.params, now.opt_state, batch)
+            group.step(before.params, before.opt_state, batch)
         )
-        self._exchanged = _checks.exchanges(now.opt_state, self._every)
-        version = now.version + self._exchanged
-        if self._exchanged:
+        exchanged = _training_state.exchanges(before.opt_state, self._every)
+        if exchanged:
             # Older states are not needed: all have begun this exchange, so finished the last one.
-            self._before = now
-        self._now = Held(version, now.step + 1, params, opt_state)
-        self._failures = 0
-        if self._saves.is_due(self.step):
-            self._save(self._now)
-        return _seats.own(loss).reshape(())
+            self._before = before
+        now = TrainingState(before.version + exchanged, before.step + 1, params, opt_state)
+        self._now, self._failures = now, 0
+        if self._checkpoints.is_due(now.step):
+            self._save(now)
+        return now, own(loss).reshape(())
 
-    def _next_batch(self, step: int) -> Any:
-        rank = self.members.index(self._job.process_id)
-        batch = self._batch_of(Turn(step, rank, len(self.members)))
-        return jax.tree.map(np.asarray, batch)
+    def _next_batch(self, members: tuple[int, ...], step: int) -> Any:
+        rank = members.index(self._job.process_id)
+        return jax.tree.map(np.asarray, self._batch_of(BatchRequest(step, rank, len(members))))
 
-    # Looking: who would like to come, or to go, and whether all have the same.
-
-    def _look_if_due(self, group: Group) -> None:
-        now = self._now
-        assert now is not None
-        if self._exchanged and now.version % self._check_every == 0:
-            self._look(group, now)
-
-    def _look(self, group: Group, now: Held) -> None:
+    def _poll(self, group: Group, now: TrainingState) -> None:
+        """Who would like to come, or to go, and whether all have the same."""
         waits = self._job.someone_waits()
-        seen = look(group, self._own, now.params, now.opt_state, waits, self._leaves)
-        self._magnitudes = seen.residuals
-        if seen.leaves.any():
-            self._part(group, now, seen.leaves)
-        if seen.meets:
+        polled = _training_state.poll(group, now, waits=waits, leaves=self._leaves)
+        meets, leaves, self._magnitudes = polled
+        if leaves.any():
+            self._part(group, now, leaves)
+        if meets:
             self._group = None
 
-    def _part(self, group: Group, now: Held, leaves: np.ndarray) -> None:
+    def _part(self, group: Group, now: TrainingState, leaves: np.ndarray) -> None:
         """Those that leave hand over what they hold; if all leave, to a checkpoint."""
         if not leaves.all():
-            given = _seats.placed(leaves, PartitionSpec(), group.mesh)
-            opt_state = jax.block_until_ready(group.farewell(now.opt_state, given))
+            given = placed(leaves, PartitionSpec(), group.mesh)
+            opt_state = jax.block_until_ready(group.release(now.opt_state, given))
             self._before = now
             self._now = now._replace(version=now.version + 1, opt_state=opt_state)
             self._goodbyes = {x for x, goes in zip(group.order, leaves, strict=True) if goes}
-        elif self._saves.are_kept():
+        elif self._checkpoints.folder is not None:
             self._save(now)
         else:
             log.warning("all leave, and without a folder their residuals are lost")
         if leaves[group.order.index(self._job.process_id)]:
             log.warning("leaves after step %d", now.step)
             self._gone = True
-            self._saves.wait()
+            self._checkpoints.wait()
             # The others learn it here, and need not wait until its heartbeats are missed.
             self._job.ready(self._job.meet(Report(self._model, leaves=True)))
 
-    def _save(self, now: Held) -> None:
-        self._saves.save(now.step, self.members, _seats.own(now.params), _seats.own(now.opt_state))
-
-    # Meeting: a group is made of those that are there.
+    def _save(self, now: TrainingState) -> None:
+        self._checkpoints.save(now.step, self.members, own(now.params), own(now.opt_state))
 
     def _meet(self) -> None:
-        held = [x for x in (self._now, self._before) if x is not None]
-        report = Report(
-            self._model,
-            versions=tuple(x.version for x in held),
-            steps=tuple(x.step for x in held),
-            saved=self._saves.newest(),
-        )
-        plan = self._job.meet(report)
+        """Makes a group of those that are there."""
         me = self._job.process_id
-        if me in plan.refused:
-            raise RuntimeError(f"this process can't take part: {plan.refused[me]}.")
-        if me not in plan.members:
+        states = [x for x in (self._now, self._before) if x is not None]
+        versions, steps = (tuple(getattr(x, of) for x in states) for of in ("version", "step"))
+        report = Report(self._model, versions, steps, saved=self._checkpoints.newest())
+        decision = self._job.meet(report)
+        if me in decision.refused:
+            raise RuntimeError(f"this process can't take part: {decision.refused[me]}.")
+        if me not in decision.members:
             return
-        if len(plan.members) < self._min_workers:
+        if len(decision.members) < self._min_workers:
             self._waits = self._waits or Waiting(self._give_up)
-            here, least = [*plan.members], self._min_workers
+            here, least = [*decision.members], self._min_workers
             self._waits.say(lambda: f"more workers: {here} are here, and min_workers is {least}")
             time.sleep(1.0)
             self._job.announce()
             return
-        gone = {*self.members} - {*plan.members} - self._goodbyes | {*plan.lost}
         # Until the new group is complete, this worker keeps the state of the old one.
-        from_version = next((x for x in held if x.version == plan.version), None)
-        if me not in plan.holders:
-            from_version = None
-        previous, self._plan = self._plan, plan
-        self._batch = self._next_batch(plan.step)
-        seats = _seats.seats(plan, self._job.devices_of)
-        group = self._programs.load(seats, self._initial, self._batch)
-        if not self._job.ready(plan):
-            self._plan = previous
+        self._batch = self._next_batch(decision.members, decision.step)
+        devices = assigned(decision, self._job.devices_of)
+        group = self._programs.load(devices, self._initial, self._batch)
+        if not self._job.ready(decision):
             return
+        holds = me in decision.holders
+        held = next((x for x in states if holds and x.version == decision.version), None)
         try:
-            given = {"job": self._job, "programs": self._programs, "saves": self._saves}
-            held_now = restored(plan, from_version, group, **given, initial=self._initial)
+            given = self._job, self._programs, self._checkpoints, self._initial
+            now = restored(decision, held, group, *given)
         except _FAILURES as error:
-            if not _is_of_others(error):
-                raise
-            log.warning("the workers meet again: %s", str(error).splitlines()[0][:200])
-            self._plan = previous
+            log.warning("the workers meet again: %s", _said_by_others(error))
             return
-        self._goodbyes = set()
+        gone = {*self.members} - {*decision.members} - self._goodbyes | {*decision.lost}
         for process in sorted(gone):
-            lost = Lost(process, plan.step, self._magnitudes.get(process, float("nan")))
-            self._lost.append(lost)
-        if gone or not previous or previous.members != plan.members:
+            waited = self._magnitudes.get(process, float("nan"))
+            self._lost.append(Lost(process, decision.step, waited))
+        if gone or self.members != decision.members:
             self._failures = 0
-        self._now, self._before, self._group, self._waits = held_now, None, group, None
-        log.warning("step %d, workers %s", plan.step, plan.members)
+        self._decision, self._goodbyes, self._waits = decision, set(), None
+        self._now, self._before, self._group = now, None, group
+        log.warning("step %d, workers %s", decision.step, decision.members)
 
 
 # A collective raises the first if another worker is gone, and the second if it fails at once.
@@ -358,6 +337,8 @@ _STATUS = re.compile(
 )
 
 
-def _is_of_others(error: Exception) -> bool:
-    """Whether the error may come from another worker, and not from this one."""
-    return isinstance(error, jax.errors.JaxRuntimeError) or bool(_STATUS.match(str(error)))
+def _said_by_others(error: Exception) -> str:
+    """The first line of an error that may come from another worker; raises any other error."""
+    if not isinstance(error, jax.errors.JaxRuntimeError) and not _STATUS.match(str(error)):
+        raise error
+    return str(error).splitlines()[0][:200]

@@ -1,7 +1,5 @@
 """Lines in the log that say what this process waits for, so that it does not seem to hang."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import threading

@@ -4,8 +4,8 @@ They are compositions of the library's parts, under the names of the papers, to 
 compare with them. docs/selectors.md lists which paper's system is which.
 """
 
-from optax_ext.published._rounds import diloco, sparse_loco, streaming_diloco
-from optax_ext.published._sparse import dgc, gtopk, hitopk, quantized_topk, topk_dsa
+from optax_ext.published._diloco import diloco, sparse_loco, streaming_diloco
+from optax_ext.published._every_step import dgc, gtopk, hitopk, quantized_topk, topk_dsa
 
 __all__ = [
     "dgc",

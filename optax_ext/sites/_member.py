@@ -1,7 +1,5 @@
 """The part of a site that has the store: rounds, on parameters as one vector."""
 
-from __future__ import annotations
-
 import collections
 import concurrent.futures
 import time
@@ -10,8 +8,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from optax_ext.sites import _difference
-from optax_ext.sites._rounds import Closed, Rounds, digest_of, log
+from optax_ext.sites import _parameter_change
+from optax_ext.sites._run import Run, Share, digest_of, log
 from optax_ext.sites._store import StoreError
 
 _T = TypeVar("_T")
@@ -48,31 +46,20 @@ class Member:
       last: the last round that it applied.
     """
 
-    def __init__(
-        self,
-        rounds: Rounds,
-        messages: _difference.Messages,
-        params: np.ndarray,
-        *,
-        name: str,
-        snapshot_every: int,
-        give_up: float,
-    ):
-        self._rounds = rounds
-        self._messages = messages
-        self._name = name
+    def __init__(self, run: Run, params: np.ndarray, *, snapshot_every: int, give_up: float):
+        self._run = run
+        self._name = run.site
         self._snapshot_every = snapshot_every
         self._give_up = give_up
         self.last: RoundInfo | None = None
-        self.number, self.params = self._patiently(lambda: self._rounds.enter(params))
+        self.number, self.params = self._patiently(self._run.enter, params)
         # A pool of its own: another site may wait for this one's snapshot during a round.
         self._pool = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="site")
         self._pending: concurrent.futures.Future[Any] | None = None
         self._unsent = 0
         # The payload that was not seen in a list yet: its round, digest, tokens and body.
         self._put: tuple[int, str, int, bytes] | None = None
-        self._others: frozenset[str] = frozenset()
-        closed = self._patiently(lambda: self._closed_from(self.number))
+        closed = self._patiently(self._closed_from, self.number)
         self._add(closed, np.zeros_like(params), 0.0)
 
     def exchange(self, vector: np.ndarray, tokens: int, wait: bool) -> np.ndarray:
@@ -99,88 +86,85 @@ class Member:
 
     def _begin(self, vector: np.ndarray) -> None:
         number, base, tokens = self.number, digest_of(self.params), self._unsent
-        body = self._messages.encode(vector - self.params, seed=number)
-        others = self._others
+        body = self._run.messages.encode(vector - self.params, seed=number)
+        others = frozenset(self.last.sites if self.last else ())
 
-        def round_trip() -> list[Closed] | None:
-            closed = self._patiently(lambda: self._closed_from(number))
+        def round_trip() -> list[list[Share]] | None:
+            closed = self._patiently(self._closed_from, number)
             if closed or closed is None:
                 # The round is over, and these entries go with the next one.
                 return closed
-            digest = self._patiently(lambda: self._rounds.put(number, body, tokens, base))
+            digest = self._patiently(self._run.put, number, body, tokens, base)
             if self._put is None or self._put[0] != number:
                 # The first payload counts.
                 self._put = number, digest, tokens, body
-            self._patiently(lambda: self._rounds.wait(number, others, self._give_up))
-            return self._patiently(lambda: self._closed_from(number))
+            self._patiently(self._run.wait, number, others, self._give_up)
+            return self._patiently(self._closed_from, number)
 
         self._pending = self._pool.submit(round_trip)
 
-    def _closed_from(self, number: int) -> list[Closed] | None:
+    def _closed_from(self, number: int) -> list[list[Share]] | None:
         """The closed rounds from this one on; None if they were removed already."""
         found = []
-        while closed := self._rounds.closed(number + len(found)):
+        while closed := self._run.closed(number + len(found)):
             found.append(closed)
-        if not found and self._rounds.newest_snapshot() > number:
+        if not found and self._run.newest_snapshot() > number:
             return None
         return found
 
-    def _add(self, closed: list[Closed] | None, moved: np.ndarray, waited: float) -> None:
+    def _add(self, closed: list[list[Share]] | None, moved: np.ndarray, waited: float) -> None:
         """Adds rounds to the parameters, and takes the delivered entries from ``moved``."""
         if closed is None or (closed and self._differs(closed[0])):
             log.warning("%s begins again from the newest snapshot of the run", self._name)
-            number = self._patiently(self._rounds.newest_snapshot)
-            self.params = self._patiently(lambda: self._rounds.snapshot(number))
+            number = self._patiently(self._run.newest_snapshot)
+            self.params = self._patiently(self._run.snapshot, number)
             if self._put is not None and self._put[0] < number:
-                self._take_off(moved, *self._put)
+                self._take_off(moved)
             self.number = number
-            closed = self._patiently(lambda: self._closed_from(number)) or []
-        for done in closed:
-            total = sum(share.tokens for share in done.shares)
-            names = tuple(share.site for share in done.shares)
+            closed = self._patiently(self._closed_from, number) or []
+        received = self._run.messages.bytes * sum(map(len, closed))
+        for shares in closed:
+            total = sum(share.tokens for share in shares)
+            names = tuple(share.site for share in shares)
             delivered = False
-            for share in done.shares:
-                _difference.add(self.params, share.sent, share.tokens / total)
+            for share in shares:
+                _parameter_change.add(self.params, share.change, share.tokens / total)
                 # The name is not enough: changes by an earlier life are not in ``moved``.
-                if share.site == self._name and share.life == self._rounds.life:
+                if share.site == self._name and share.life == self._run.life:
                     delivered, self._put = True, None
-                    moved[share.sent.indices] -= share.sent.values
+                    moved[share.change.indices] -= share.change.values
                     self._unsent -= share.tokens
-            size = self._messages.bytes
-            received = size * sum(len(x.shares) for x in closed)
-            self.last = RoundInfo(done.number, names, delivered, waited, size, received)
-            self._others = frozenset(names)
-            self.number = done.number + 1
+            sent = self._run.messages.bytes
+            self.last = RoundInfo(self.number, names, delivered, waited, sent, received)
+            self.number += 1
             # Sites take turns, so that one that is gone does not keep the run from its snapshots.
             turn = self.number // self._snapshot_every % len(names)
             if self.number % self._snapshot_every == 0 and names[turn] == self._name:
-                self._keep(self.number, self.params.copy())
+                keep = self._run.keep, self.number, self.params.copy()
+                self._pool.submit(self._patiently, *keep)
 
-    def _take_off(
-        self, moved: np.ndarray, number: int, digest: str, tokens: int, body: bytes
-    ) -> None:
+    def _take_off(self, moved: np.ndarray) -> None:
         """Takes off entries that were delivered in a round before the snapshot, which has them."""
-        if self._patiently(lambda: self._rounds.has_taken(number, digest)):
-            sent = self._messages.decode(body)
-            moved[sent.indices] -= sent.values
+        assert self._put is not None
+        number, digest, tokens, body = self._put
+        if self._patiently(self._run.has_taken, number, digest):
+            change = self._run.messages.decode(body)
+            moved[change.indices] -= change.values
             self._unsent -= tokens
         self._put = None
 
-    def _differs(self, closed: Closed) -> bool:
+    def _differs(self, shares: list[Share]) -> bool:
         """Whether this site may be the one whose parameters differ from all others'."""
-        count = collections.Counter(share.base for share in closed.shares)
+        count = collections.Counter(share.base for share in shares)
         mine = count.pop(digest_of(self.params), 0)
         return any(mine <= others for others in count.values())
 
-    def _keep(self, number: int, params: np.ndarray) -> None:
-        self._pool.submit(self._patiently, lambda: self._rounds.keep(number, params))
-
-    def _patiently(self, function: Callable[[], _T]) -> _T:
+    def _patiently(self, function: Callable[..., _T], *args: Any) -> _T:
         """The result, once the store can be read and written."""
         began = time.monotonic()
         while True:
             try:
-                return function()
+                return function(*args)
             except StoreError as error:
                 if time.monotonic() - began > self._give_up:
                     raise TimeoutError(f"for {self._give_up:g} s: {error}") from None

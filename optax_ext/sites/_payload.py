@@ -1,7 +1,5 @@
 """The objects that a site puts into the store: a header, a body, and a tag over both."""
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import json
@@ -20,12 +18,9 @@ class PayloadError(ValueError):
 
 
 def pack(header: dict[str, Any], body: bytes, key: bytes | None) -> bytes:
-    """The object of a header and a body.
+    """The object of a header, which has at most 4,096 bytes of JSON, and a body.
 
-    Args:
-      header: a dict that JSON can hold, in at most 4,096 bytes.
-      body: any bytes.
-      key: the key of the sites, to sign with; None: a checksum, which detects only damage.
+    It is signed with the key, or has a checksum if that is None, which detects only damage.
     """
     text = json.dumps(header, separators=(",", ":")).encode()
     if len(text) > LARGEST_HEADER:
@@ -34,11 +29,12 @@ def pack(header: dict[str, Any], body: bytes, key: bytes | None) -> bytes:
     return data + _tag(data, key)
 
 
-def unpack(data: bytes, key: bytes | None) -> tuple[dict[str, Any], bytes]:
+def unpack(data: bytes, key: bytes | None, **wanted: Any) -> tuple[dict[str, Any], bytes]:
     """The header and the body of an object.
 
     Raises:
-      PayloadError: it is cut off, damaged, of another format, or not signed with the key.
+      PayloadError: it is cut off, damaged, of another format, or not signed with the key; or a
+        value of its header is not the wanted one.
     """
     start = len(_MAGIC) + _LENGTH.size
     if not data.startswith(_MAGIC) or len(data) < start + _TAG:
@@ -56,6 +52,9 @@ def unpack(data: bytes, key: bytes | None) -> tuple[dict[str, Any], bytes]:
         raise PayloadError("its header is no JSON") from None
     if not isinstance(header, dict):
         raise PayloadError("its header is no object of JSON")
+    for name, value in wanted.items():
+        if header.get(name) != value:
+            raise PayloadError(f"its {name} is {str(header.get(name))[:40]!r}, not {value!r}")
     return header, data[start + length : -_TAG]
 
 
@@ -65,6 +64,4 @@ def digest(data: bytes) -> str:
 
 
 def _tag(data: bytes, key: bytes | None) -> bytes:
-    if key is None:
-        return hashlib.sha256(data).digest()
-    return hmac.new(key, data, hashlib.sha256).digest()
+    return hashlib.sha256(data).digest() if key is None else hmac.digest(key, data, "sha256")

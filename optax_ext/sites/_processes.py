@@ -1,7 +1,5 @@
 """The processes of a site: the first one has the store, and the others get its results."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import pickle
 from collections.abc import Callable

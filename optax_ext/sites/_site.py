@@ -1,7 +1,6 @@
 """A site: a job of its own that exchanges its parameter changes through an object store."""
 
-from __future__ import annotations
-
+import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -9,14 +8,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from optax_ext.sites import _difference, _processes
+from optax_ext.sites import _parameter_change, _processes
 from optax_ext.sites._member import Member, RoundInfo
-from optax_ext.sites._rounds import Rounds
+from optax_ext.sites._run import Run
 from optax_ext.sites._store import Store
 from sparse_collectives import Codec, wire
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _NARROW8, _NARROW16 = wire.narrow8(), wire.narrow16()
+# Compiled once for the sites of a process.
+_messages = functools.lru_cache(maxsize=8)(_parameter_change.Messages)
 
 
 class _State(NamedTuple):
@@ -115,16 +116,15 @@ class Site:
         if codec is None:
             codec = _NARROW8 if density >= 0.01 else _NARROW16
         self.name = name
-        self._model = model = _difference.model_of(params)
-        messages = _difference.messages(model.size, density, codec)
+        self._model = model = _parameter_change.model_of(params)
+        messages = _messages(model.size, density, codec)
         agreed = {"density": density, "codec": str(codec.spec), "bytes": messages.bytes}
         window = {"quorum": quorum, "grace": grace, "poll": poll}
         first = model.flat(_processes.whole(params))
 
         def entered() -> _State:
-            rounds = Rounds(Store(store), name, model, messages, agreed, key=key, **window)
-            given = {"name": name, "snapshot_every": snapshot_every, "give_up": give_up}
-            self._member = Member(rounds, messages, first, **given)
+            run = Run(Store(store), name, model, messages, agreed, key=key, **window)
+            self._member = Member(run, first, snapshot_every=snapshot_every, give_up=give_up)
             return self._known()
 
         self._member: Member | None = None

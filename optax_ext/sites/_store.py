@@ -1,7 +1,5 @@
 """An object store: how a site reads and writes it, with errors of one line."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 from collections.abc import Generator, Iterable, Sequence
@@ -30,7 +28,6 @@ class Store:
                 "optax_ext.sites reads and writes objects by obstore: pip install obstore."
             ) from error
         self._obstore = obstore
-        self._exceptions = obstore.exceptions
         self.name = str(url)
         if not isinstance(url, str | Path):
             self._store = url
@@ -44,11 +41,6 @@ class Store:
                 self._store = obstore.store.from_url(self.name)
         except (obstore.exceptions.BaseError, OSError, ValueError) as error:
             raise StoreError(f"can't open the store at {self.name}: {_line(error)}") from None
-
-    def put(self, name: str, data: bytes) -> None:
-        """Writes an object, and replaces one of that name."""
-        with self._said("write", name):
-            self._obstore.put(self._store, name, data)
 
     def create(self, name: str, data: bytes) -> bool:
         """Whether this call has written the object: of concurrent calls only one does."""
@@ -92,12 +84,11 @@ class Store:
             yield
         except FileNotFoundError as error:
             raise FileNotFoundError(name) from error
-        except (self._exceptions.AlreadyExistsError, FileExistsError) as error:
+        except (self._obstore.exceptions.AlreadyExistsError, FileExistsError) as error:
             raise FileExistsError(name) from error
-        except (self._exceptions.BaseError, OSError, ValueError) as error:
+        except (self._obstore.exceptions.BaseError, OSError, ValueError) as error:
             raise StoreError(f"can't {what} {name} at {self.name}: {_line(error)}") from None
 
 
 def _line(error: BaseException) -> str:
-    said = str(error).strip().splitlines()
-    return said[0] if said else type(error).__name__
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -24,7 +24,8 @@ import optax
 import optax_ext
 from benchmarks._common.processes import die_with_parent
 from optax_ext import elastic
-from optax_ext.elastic import _job, _programs, _saving, _seats, _training
+from optax_ext.elastic import _checkpoints, _job, _programs, _training
+from optax_ext.elastic._training_state import own
 from tests.groups import run, say, settings
 
 SIZE = 120
@@ -78,12 +79,12 @@ def main() -> None:
         _load_after(job, given["loads_after"])
     step_before = {}
 
-    def batch_of(turn: elastic.Turn) -> np.ndarray:
-        if turn.step >= given.get("hang_at", math.inf):
+    def batch_of(request: elastic.BatchRequest) -> np.ndarray:
+        if request.step >= given.get("hang_at", math.inf):
             say("hangs")
             time.sleep(3600)
-        step_before.update(turn=turn._asdict())
-        return np.stack([gradient_of(turn.step, turn.rank)] * 2)
+        step_before.update(request=request._asdict())
+        return np.stack([gradient_of(request.step, request.rank)] * 2)
 
     name = given.get("optimizer", "sum")
     params = {"a": np.zeros((SIZE // 2, 2), np.float32), "b": np.zeros(3, np.float32)}
@@ -102,13 +103,13 @@ def main() -> None:
     say("made", seconds=time.time() - given["began"])
     # Before anything is handed over.
     states = {}
-    look = training._look
+    poll = training._poll
 
-    def look_and_keep(group: Any, now: Any) -> None:
+    def poll_and_keep(group: Any, now: Any) -> None:
         states[training.step] = training._before, training._now
-        look(group, now)
+        poll(group, now)
 
-    training._look = look_and_keep
+    training._poll = poll_and_keep
     for step, loss in training.run(given["steps"]):
         before, now = states.pop(step, (training._before, training._now))
         values = {}
@@ -116,7 +117,7 @@ def main() -> None:
             values = {
                 "before": _state_of(before),
                 "after": _state_of(now),
-                "gradient": of(gradient_of(step - 1, step_before["turn"]["rank"])),
+                "gradient": of(gradient_of(step - 1, step_before["request"]["rank"])),
             }
         digest = hashlib.sha256(b"".join(np.asarray(x) for x in jax.tree.leaves(training.params)))
         say(
@@ -136,9 +137,8 @@ def main() -> None:
 
 
 def _state_of(held: Any) -> dict[str, Any]:
-    own = _seats.own(held.opt_state)
-    state = optax_ext.get_state(own)
-    return {"params": of(_seats.own(held.params)), "residual": of(state.residual)}
+    state = optax_ext.get_state(own(held.opt_state))
+    return {"params": of(own(held.params)), "residual": of(state.residual)}
 
 
 def _load_after(job: elastic.Job, number: int) -> None:
@@ -163,17 +163,17 @@ def _die(place: str) -> None:
 
     if place == "compile":
         _programs.Programs._compile = dies
-    elif place == "welcome":
+    elif place == "admit":
         _training.restored = dies
     elif place == "save":
-        _saving.Saves.wait = dies
-        original = _saving.Saves.save
+        _checkpoints.Checkpoints.wait = dies
+        original = _checkpoints.Checkpoints.save
 
         def save(self: Any, *args: Any) -> None:
             original(self, *args)
             dies()
 
-        _saving.Saves.save = save
+        _checkpoints.Checkpoints.save = save
 
 
 if __name__ == "__main__":

@@ -105,6 +105,6 @@ class Job:
 )
 def test_a_training_that_is_none(options, message):
     tx = optax_ext.sparse_adamw(0.1, axis="data")
-    given = {"tx": tx, "params": PARAMS, "batch_of": lambda turn: None, **options}
+    given = {"tx": tx, "params": PARAMS, "batch_of": lambda request: None, **options}
     with pytest.raises(ValueError, match=message):
         elastic.Training(Job(), lambda p, x: 0.0, **given)

@@ -122,7 +122,7 @@ def test_two_die_at_once_and_a_newcomer_dies_while_it_joins():
         of.kill(3)
         at = steps_of(of, 1)
         of.wait_for_step(at + 10, [1, 2])
-        for place in ("welcome", "compile"):
+        for place in ("admit", "compile"):
             of.start(3, die_at=place)
             of.wait_for("its death", lambda: of.lives[3][-1].ended_at)
             assert of.lives[3][-1].find("dies", place=place)

@@ -67,7 +67,7 @@ def test_those_that_leave_hand_over_all_that_adds_up(name):
     specs = optax_ext.state_specs(state)
     leaves = jnp.array([False, True, False, True])
     after = on_mesh(
-        lambda s, x: _handover.farewell("data", s, x), (specs, P()), specs, state, leaves
+        lambda s, x: _handover.release("data", s, x), (specs, P()), specs, state, leaves
     )
     before, found = own_sums(state), own_sums(after)
     assert any(np.abs(x).sum() > 0 for x in before)
@@ -115,7 +115,7 @@ def test_a_newcomer_has_what_all_share_and_the_mean_of_what_others_have_learned(
 
     def received(params, state):
         shared = jax.tree.map(lambda kind, x: x[0] if kind in whole else x, kinds, state)
-        params, state = _handover.welcome(
+        params, state = _handover.admit(
             "data", jax.tree.map(lambda x: x[0], params), shared, jnp.asarray(holds)
         )
         lead = jax.tree.map(lambda kind, x: x[None] if kind in whole else x, kinds, state)

@@ -15,49 +15,49 @@ NEW = Report("m")
 
 
 def test_all_begin_together_with_the_parameters_of_the_first():
-    plan = decide(1, {2: NEW, 0: NEW, 1: NEW})
-    assert plan.members == (0, 1, 2)
-    assert (plan.holders, plan.version, plan.step, plan.saved) == ((0,), 0, 0, -1)
-    assert not plan.lost
-    assert not plan.refused
+    decision = decide(1, {2: NEW, 0: NEW, 1: NEW})
+    assert decision.members == (0, 1, 2)
+    assert (decision.holders, decision.version, decision.step, decision.saved) == ((0,), 0, 0, -1)
+    assert not decision.lost
+    assert not decision.refused
 
 
 def test_a_failed_step_is_taken_from_the_state_that_all_have():
-    plan = decide(5, {0: has(8, 7), 1: has(7, 6)})
-    assert (plan.version, plan.step, plan.holders) == (7, 70, (0, 1))
+    decision = decide(5, {0: has(8, 7), 1: has(7, 6)})
+    assert (decision.version, decision.step, decision.holders) == (7, 70, (0, 1))
     # All have finished it: it is not taken again.
     assert decide(5, {0: has(8, 7), 1: has(8, 7)}).version == 8
 
 
 def test_a_newcomer_is_no_reason_to_go_back():
-    plan = decide(5, {0: has(8, 7), 1: NEW, 2: has(8)})
-    assert (plan.version, plan.holders, plan.members) == (8, (0, 2), (0, 1, 2))
+    decision = decide(5, {0: has(8, 7), 1: NEW, 2: has(8)})
+    assert (decision.version, decision.holders, decision.members) == (8, (0, 2), (0, 1, 2))
 
 
 def test_one_that_is_too_far_behind_begins_as_a_newcomer():
-    plan = decide(5, {0: has(8, 7), 1: has(5, 4), 2: has(8, 7)})
-    assert (plan.version, plan.holders, plan.lost) == (8, (0, 2), (1,))
-    assert plan.members == (0, 1, 2)
+    decision = decide(5, {0: has(8, 7), 1: has(5, 4), 2: has(8, 7)})
+    assert (decision.version, decision.holders, decision.lost) == (8, (0, 2), (1,))
+    assert decision.members == (0, 1, 2)
 
 
 def test_one_that_leaves_is_no_member():
-    plan = decide(5, {0: has(8), 1: Report("m", leaves=True)})
-    assert plan.members == (0,)
+    decision = decide(5, {0: has(8), 1: Report("m", leaves=True)})
+    assert decision.members == (0,)
 
 
 def test_another_model_is_refused_by_those_that_have_a_state():
-    plan = decide(5, {0: Report("other"), 1: has(8), 2: NEW})
-    assert plan.members == (1, 2)
-    assert plan.refused == {0: "it trains other, and process 1 m"}
+    decision = decide(5, {0: Report("other"), 1: has(8), 2: NEW})
+    assert decision.members == (1, 2)
+    assert decision.refused == {0: "it trains other, and process 1 m"}
     # If no process has one, the first decides.
     assert decide(1, {0: NEW, 1: Report("other")}).members == (0,)
 
 
 def test_a_checkpoint_is_for_those_that_have_nothing():
-    plan = decide(1, {0: NEW._replace(saved=300), 1: NEW._replace(saved=300)})
-    assert (plan.saved, plan.step, plan.version) == (300, 300, 0)
-    plan = decide(1, {0: NEW._replace(saved=300), 1: has(4)})
-    assert (plan.saved, plan.step, plan.holders) == (-1, 40, (1,))
+    decision = decide(1, {0: NEW._replace(saved=300), 1: NEW._replace(saved=300)})
+    assert (decision.saved, decision.step, decision.version) == (300, 300, 0)
+    decision = decide(1, {0: NEW._replace(saved=300), 1: has(4)})
+    assert (decision.saved, decision.step, decision.holders) == (-1, 40, (1,))
 
 
 def _reports():
@@ -77,20 +77,20 @@ def _reports():
 
 
 @given(_reports(), st.integers(1, 100))
-def test_every_plan_can_be_followed(reports, number):
-    plan = decide(number, reports)
-    assert _meeting.plan_of(_meeting.written(plan)) == plan
+def test_every_decision_can_be_followed(reports, number):
+    decision = decide(number, reports)
+    assert _meeting.decision_of(_meeting.written(decision)) == decision
     for report in reports.values():
         assert _meeting.report_of(_meeting.written(report)) == report
-    members = {*plan.members}
-    assert {*plan.holders} <= members
-    assert bool(plan.holders) == bool(members)
-    assert members.isdisjoint(plan.refused)
+    members = {*decision.members}
+    assert {*decision.holders} <= members
+    assert bool(decision.holders) == bool(members)
+    assert members.isdisjoint(decision.refused)
     # Each process is a member, refused, or gone.
     gone = {p for p, report in reports.items() if report.leaves}
-    assert members | {*plan.refused} | gone == {*reports}
+    assert members | {*decision.refused} | gone == {*reports}
     having = {p for p in members if reports[p].versions}
     if having:
-        assert {*plan.holders} == {p for p in having if plan.version in reports[p].versions}
-        assert {*plan.lost} == having - {*plan.holders}
-        assert plan.saved == -1
+        assert {*decision.holders} == {p for p in having if decision.version in reports[p].versions}
+        assert {*decision.lost} == having - {*decision.holders}
+        assert decision.saved == -1

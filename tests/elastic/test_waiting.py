@@ -74,7 +74,7 @@ def test_with_too_few_workers(caplog, monkeypatch):
     tx = optax_ext.sparse_adamw(0.1, axis="data")
     params = {"w": jnp.zeros((4, 3))}
     training = elastic.Training(
-        Job(), lambda p, x: 0.0, tx, params, lambda turn: None, min_workers=2, give_up=30.0
+        Job(), lambda p, x: 0.0, tx, params, lambda request: None, min_workers=2, give_up=30.0
     )
     with pytest.raises(TimeoutError, match="no step for 30 s"):
         next(training.run(1))

@@ -1,13 +1,4 @@
-"""Watching a run: its numbers, against NumPy and as they are written, and a watchdog.
-
-A missed deadline, or an error among several processes, ends the process with a message.
-"""
-
-import os
-import subprocess
-import sys
-import threading
-import time
+"""Watching a run: its numbers, against NumPy and as they are written."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +7,7 @@ import optax
 import pytest
 
 import optax_ext
-from tests.optax_ext.helpers import NODES, mesh, normal, refused, run, slow, train
+from tests.optax_ext.helpers import NODES, mesh, normal, run, train
 
 WORKERS, SIZE, STEPS = 3, 40, 6
 GIVEN = normal((STEPS, WORKERS, SIZE))
@@ -127,7 +118,7 @@ def test_metrics_of_buckets_are_of_all_of_them_and_of_nothing_none():
 
 
 @pytest.mark.slow
-def test_the_monitor_writes_every_so_many_steps_and_files_of_tensorboard(tmp_path):
+def test_the_monitor_writes_every_so_many_steps():
     state = outside(run(TOPK_A, GIVEN).last)
     written = []
     monitor = optax_ext.Monitor(lambda *args: written.append(args), every=2, prefix="")
@@ -138,129 +129,3 @@ def test_the_monitor_writes_every_so_many_steps_and_files_of_tensorboard(tmp_pat
     assert [step for step, _ in written] == [2, 4, 100]
     assert all(isinstance(x, float) for x in written[0][1].values())
     assert written[0][1]["steps"] == STEPS
-    pytest.importorskip("tensorboardX", reason="tensorboardX, of the extra of that name")
-    writer = optax_ext.contrib.tensorboard_writer(tmp_path)
-    optax_ext.Monitor(writer)(state)
-    (events,) = tmp_path.iterdir()
-    # A thread of tensorboardX writes them; the last is xi.
-    deadline = time.monotonic() + 60
-    while b"sparse/xi" not in events.read_bytes() and time.monotonic() < deadline:
-        threading.Event().wait(0.05)
-    assert b"sparse/residual_norm" in events.read_bytes()
-
-
-def test_without_tensorboard(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    message = r"pip install 'sparse-collectives\[tensorboard\]'"
-    refused(message, optax_ext.contrib.tensorboard_writer, tmp_path, error=ImportError)
-
-
-START = """
-import sys, threading, time
-import jax
-jax.config.update("jax_platforms", "cpu")
-import optax_ext
-
-def waits_for_ever(after=None):
-    if after is not None:
-        after()
-    threading.Event().wait()
-
-# All deadlines have passed, whatever the load of the machine.
-def an_hour_passes(*watchdogs):
-    now = time.monotonic
-    time.monotonic = lambda: now() + 3600
-    for watchdog in watchdogs:
-        with watchdog._changed:
-            watchdog._changed.notify_all()
-"""
-# In real time, long enough to reach the function that waits.
-FIRST = """
-watchdog = optax_ext.contrib.Watchdog(seconds=0.1, first_seconds=2)
-with watchdog("step 0"):
-    waits_for_ever()
-"""
-SECOND = """
-watchdog = optax_ext.contrib.Watchdog(seconds=60, first_seconds=600)
-with watchdog("step 0"):
-    pass
-with watchdog("step 1"):
-    waits_for_ever(lambda: an_hour_passes(watchdog))
-"""
-# The deadline of the first watchdog passes while the second one is waited for.
-LEFT_IN_TIME = """
-early = optax_ext.contrib.Watchdog(seconds=60, first_seconds=60)
-late = optax_ext.contrib.Watchdog(seconds=600, exit_status=76)
-with early("an early block"):
-    pass
-with late("a late block", seconds=120):
-    waits_for_ever(lambda: an_hour_passes(early, late))
-"""
-# Two processes, of which this is the second: the numbers of jax if they are connected.
-SEVERAL = """
-jax.process_count, jax.process_index = lambda: 2, lambda: 1
-watchdog = optax_ext.contrib.Watchdog(seconds=60)
-try:
-    with watchdog("step 7"):
-        raise {error}
-finally:
-    print("the process went on")
-"""
-
-
-def ended(program):
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", START + program]
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=variables)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("program", "message", "status"),
-    [
-        (FIRST, "step 0 did not end within 2 s on process 0 of 1", 75),
-        (SECOND, "step 1 did not end within 60 s on process 0 of 1", 75),
-        (LEFT_IN_TIME, "a late block did not end within 120 s", 76),
-    ],
-    ids=["first", "second", "left_in_time"],
-)
-def test_a_missed_deadline_ends_the_process_and_says_where_it_was(program, message, status):
-    done = ended(program)
-    assert done.returncode == status, done.stderr
-    assert message in done.stderr
-    assert "from the last whole checkpoint" in done.stderr
-    assert "in waits_for_ever" in done.stderr  # the stack of the thread that hangs
-
-
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [
-        ("jax.errors.JaxRuntimeError('UNKNOWN: closed')", 75),
-        slow("KeyError('UNKNOWN: closed')", 1),
-    ],
-    ids=["runtime", "other"],
-)
-def test_an_error_of_one_among_several_processes_ends_it_at_once(error, status):
-    done = ended(SEVERAL.format(error=error))
-    assert done.returncode == status, done.stderr
-    assert "step 7 failed on process 1 of 2" in done.stderr
-    assert "UNKNOWN: closed" in done.stderr
-    assert "Traceback (most recent call last)" in done.stderr
-    assert "went on" not in done.stdout
-
-
-def test_a_single_process_gets_its_exception_and_close_ends_the_thread():
-    before = threading.active_count()
-    watchdog = optax_ext.contrib.Watchdog(seconds=60)
-    with pytest.raises(KeyError, match="mine"), watchdog("step 0"):
-        raise KeyError("mine")
-    # Disarmed, so another block is possible, but no block inside it.
-    with watchdog("outer"):
-        with pytest.raises(RuntimeError, match="'inner' is inside 'outer'"), watchdog("inner"):
-            pass
-        assert watchdog._armed is not None
-        assert threading.active_count() == before + 1
-    assert watchdog._armed is None
-    watchdog.close()
-    assert threading.active_count() == before
-    watchdog.close()

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import sparse_collectives as sc
 from optax_ext import contrib
-from optax_ext.contrib import _partitioned_norms
+from optax_ext.contrib import _trust_ratio
 from tests.optax_ext.helpers import bits, mesh, on_mesh, refused, slow
 
 STEPS = 3
@@ -89,7 +89,7 @@ def test_pieces_of_one_tensor_are_leaves():
 
 @pytest.fixture(autouse=True)
 def _small_leaves_are_sliced(monkeypatch):
-    monkeypatch.setattr(_partitioned_norms, "SMALL", 64)
+    monkeypatch.setattr(_trust_ratio, "SMALL", 64)
 
 
 RATES, RATIO_OPTIONS = optax.linear_schedule(0.1, 0.01, 3), {"min_norm": 5.0, "eps": 0.1}

@@ -25,7 +25,7 @@ def main() -> None:
         options |= {"quorum": 1, "give_up": 0.1}
     site = sites.Site(given["store"], "two", params, **options)
     if given["fails"] and site._member is not None:
-        site._member._rounds._store.create = fails
+        site._member._run.store.create = fails
     add = jax.jit(lambda x, y: jax.tree.map(jax.numpy.add, x, y), donate_argnums=0)
     for step in range(3):
         moved = np.random.default_rng([step, 7]).integers(-8, 9, SIZE).astype(np.float32)

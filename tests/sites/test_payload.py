@@ -5,6 +5,7 @@ import struct
 import threading
 
 import numpy as np
+import obstore
 import pytest
 
 from optax_ext.sites import _payload
@@ -18,24 +19,24 @@ KEY = b"secret"
 def made(key=None, codec=None, **changes):
     """A payload of site a for round 0, and its reader."""
     one = site(memory(), key=key, codec=codec or wire.narrow8(), density=0.3)
-    rounds = one._member._rounds
-    body = one._member._messages.encode(flat(moved(PARAMS, 0)) - flat(PARAMS), 0)
-    header = {"run": rounds.run, "number": 0, "site": "a", "tokens": 5, "base": "0" * 16}
+    run = one._member._run
+    body = one._member._run.messages.encode(flat(moved(PARAMS, 0)) - flat(PARAMS), 0)
+    header = {"run": run.id, "number": 0, "site": "a", "tokens": 5, "base": "0" * 16}
     return one, pack({**header, **changes}, body, key), header, body
 
 
 def taken(one, data):
     """Whether a payload is taken; checks that a taken one can be added."""
     try:
-        share = one._member._rounds._share(0, "a", data)
+        share = one._member._run._share(0, "a", data)
     except PayloadError as error:
         if "\n" in str(error):
             raise
         return False
-    assert len(np.unique(share.sent.indices)) == len(share.sent.indices)
-    assert not len(share.sent.indices) or share.sent.indices.min() >= 0
-    assert not len(share.sent.indices) or share.sent.indices.max() < SIZE
-    assert np.isfinite(share.sent.values).all()
+    assert len(np.unique(share.change.indices)) == len(share.change.indices)
+    assert not len(share.change.indices) or share.change.indices.min() >= 0
+    assert not len(share.change.indices) or share.change.indices.max() < SIZE
+    assert np.isfinite(share.change.values).all()
     assert share.tokens > 0
     return True
 
@@ -102,8 +103,8 @@ def test_headers_that_are_none():
 def test_a_payload_that_is_wrong_is_left_out_with_one_line(caplog):
     store = memory()
     one = site(store, key=KEY, grace=0.3)
-    one._member._rounds._store.put("round/00000000/payload/evil", b"nothing")
-    one._member._rounds._store.put("round/00000000/payload/large", b"0" * 100_000)
+    obstore.put(store, "round/00000000/payload/evil", b"nothing")
+    obstore.put(store, "round/00000000/payload/large", b"0" * 100_000)
     one.exchange(moved(PARAMS, 0), tokens=1, wait=True)
     assert one.last.sites == ("a",)
     said = [record.getMessage() for record in caplog.records]
@@ -117,8 +118,8 @@ def test_a_replayed_payload_of_another_round_is_left_out():
     store = memory()
     both = [site(store, name, grace=0.0, density=0.3) for name in "ab"]
     params = both[0].exchange(moved(PARAMS, 0), tokens=1, wait=True)
-    old = both[0]._member._rounds._store.get("round/00000000/payload/a")
-    both[0]._member._rounds._store.put("round/00000001/payload/b", old)
+    old = both[0]._member._run.store.get("round/00000000/payload/a")
+    obstore.put(store, "round/00000001/payload/b", old)
     both[0].exchange(moved(params, 1), tokens=1, wait=True)
     assert both[0].last.sites == ("a",)
 
@@ -128,7 +129,7 @@ def test_an_object_that_is_replaced_behind_the_back_of_the_sites_is_an_error():
     one, other = site(store), site(store, "b")
     one.exchange(moved(PARAMS, 0), tokens=1, wait=True)
     name = "round/00000000/payload/a"
-    one._member._rounds._store.put(name, one._member._rounds._store.get(name)[:-1])
+    obstore.put(store, name, one._member._run.store.get(name)[:-1])
     with pytest.raises(ValueError, match="is not what the list of its round says"):
         other.exchange(moved(PARAMS, 0, 1), tokens=1, wait=True)
 
@@ -143,9 +144,9 @@ def test_of_many_that_close_a_round_at_once_one_does():
         def go(one, start=start):
             start.wait()
             one.exchange(moved(PARAMS, 0, ord(one.name)), tokens=1, wait=True)
-            return one._member._rounds.closed(0)
+            return one._member._run.closed(0)
 
         lists = together(*(lambda one=one: go(one) for one in each))
-        assert len({tuple(share.site for share in done.shares) for done in lists}) == 1
+        assert len({tuple(share.site for share in done) for done in lists}) == 1
         at = {one.round: flat(one.params).tobytes() for one in each}
         assert all(flat(one.params).tobytes() == at[one.round] for one in each)

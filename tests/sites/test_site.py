@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from optax_ext import sites
-from optax_ext.sites._rounds import digest_of
+from optax_ext.sites._run import digest_of
 from sparse_collectives import wire
 from tests.sites.helpers import PARAMS, SIZE, flat, memory, moved, site, together
 
@@ -17,9 +17,9 @@ def delivered(of: sites.Site, rounds: int) -> np.ndarray:
     """The sum of a site's deliveries in the first rounds, read from the store."""
     total = np.zeros(SIZE, np.float64)
     for number in range(rounds):
-        for share in of._member._rounds.closed(number).shares:
+        for share in of._member._run.closed(number):
             if share.site == of.name:
-                total[share.sent.indices] += share.sent.values
+                total[share.change.indices] += share.change.values
     return total
 
 
@@ -79,7 +79,7 @@ def test_what_comes_too_late_goes_with_the_next_round():
     slow.exchange(got, tokens=2, wait=True)
     assert slow.last.delivered
     # The tokens of the round that it missed also count.
-    assert slow._member._rounds.closed(1).shares[0].tokens == 7
+    assert slow._member._run.closed(1)[0].tokens == 7
 
 
 def test_one_that_comes_later_has_the_parameters_of_all():
@@ -102,9 +102,9 @@ def test_one_whose_rounds_are_removed_keeps_what_it_has_moved():
     for step in range(9):
         params = fast.exchange(moved(params, step), tokens=1, wait=True)
     fast.close()
-    names = [name for name in fast._member._rounds._store.sizes("round") if "payload" in name]
+    names = [name for name in fast._member._run.store.sizes("round") if "payload" in name]
     assert min(names) >= "00000006"
-    assert sorted(fast._member._rounds._store.sizes("snapshot")) == ["00000006", "00000008"]
+    assert sorted(fast._member._run.store.sizes("snapshot")) == ["00000006", "00000008"]
     got = sleepy.exchange(at_sleepy, tokens=1, wait=True)
     shared = flat(sleepy.params)
     assert shared.tobytes() == flat(fast.params).tobytes()
@@ -173,7 +173,7 @@ def test_a_round_waits_for_the_quorum_and_for_those_of_the_last_one():
     np.testing.assert_array_equal(
         given + flat(again) - flat(both[0].params), flat(more) - flat(PARAMS)
     )
-    both[1]._member._rounds._quorum, both[1]._member._rounds._grace = 1, 0.2
+    both[1]._member._run.quorum, both[1]._member._run.grace = 1, 0.2
     began = time.monotonic()
     both[1].exchange(got, tokens=1, wait=True)
     assert time.monotonic() - began >= 0.2
@@ -183,9 +183,9 @@ def test_a_round_waits_for_the_quorum_and_for_those_of_the_last_one():
 def test_what_a_life_before_has_put_is_not_taken_from_this_one():
     store = memory()
     dead, other = site(store, "a", quorum=2), site(store, "b", quorum=2)
-    dead._member._rounds.put(
+    dead._member._run.put(
         0,
-        dead._member._messages.encode(flat(moved(PARAMS, 0)) - 1, 0),
+        dead._member._run.messages.encode(flat(moved(PARAMS, 0)) - 1, 0),
         1,
         digest_of(dead._member.params),
     )
@@ -278,7 +278,7 @@ def test_a_run_of_something_else_is_refused():
     ]:
         with pytest.raises(ValueError, match=message):
             site(store, "b", **options)
-    assert [*site(store)._member._rounds._store.sizes("snapshot")] == ["00000000"]
+    assert [*site(store)._member._run.store.sizes("snapshot")] == ["00000000"]
 
 
 def test_parameters_that_are_none():
@@ -294,4 +294,4 @@ def test_parameters_that_are_none():
     for tokens in (0, 1.5, True):
         with pytest.raises(ValueError, match="tokens must be a whole number of at least 1"):
             one.exchange(PARAMS, tokens=tokens)
-    assert not one._member._rounds._store.sizes("round")
+    assert not one._member._run.store.sizes("round")

@@ -22,8 +22,7 @@ def store(request, tmp_path):
 def test_objects_by_their_name(store):
     assert store.get("a/b") is None
     assert store.sizes("a") == {}
-    store.put("a/b", b"one")
-    store.put("a/b", b"three")
+    assert store.create("a/b", b"three")
     assert store.get("a/b") == b"three"
     assert not store.create("a/b", b"other")
     assert store.create("a/c/d", b"")
@@ -60,11 +59,6 @@ class Unreliable(Store):
             self.failures += 1
             raise StoreError("can't reach the store")
 
-    def put(self, name, data):
-        self._fail()
-        super().put(name, data)
-        self._fail()
-
     def create(self, name, data):
         self._fail()
         made = super().create(name, data)
@@ -93,7 +87,7 @@ def test_a_store_that_fails_and_is_slow_loses_nothing(monkeypatch):
         params = one.exchange(params, tokens=1, wait=step % 2 == 0)
     params = one.finish(params)
     one.close()
-    assert one._member._rounds._store.failures > 5
+    assert one._member._run.store.failures > 5
     # It is alone, so its deliveries count in full, and once.
     np.testing.assert_array_equal(flat(params) - flat(PARAMS), total)
     assert not np.array_equal(flat(one.params), flat(PARAMS))
@@ -106,7 +100,7 @@ def test_a_store_that_is_full_is_waited_for_and_then_an_error(monkeypatch):
     def full(*_):
         raise StoreError("can't write: no space left on device")
 
-    monkeypatch.setattr(one._member._rounds._store, "create", full)
+    monkeypatch.setattr(one._member._run.store, "create", full)
     params = moved(one.params, 0)
     with pytest.raises(TimeoutError, match="no space left"):
         one.exchange(params, tokens=1, wait=True)
@@ -155,7 +149,7 @@ def test_the_protocol_of_s3(monkeypatch):
         late = site("s3://bucket/run", "c")
         newest = max(both, key=lambda one: one.round)
         assert flat(late.params).tobytes() == flat(newest.params).tobytes()
-        store = both[0]._member._rounds._store
+        store = both[0]._member._run.store
         assert store.create("one", b"1")
         assert not store.create("one", b"2")
     finally:
@@ -168,7 +162,7 @@ def test_a_site_reads_each_payload_once(monkeypatch):
     both = [site(store, name, quorum=2) for name in "ab"]
     read = [[], []]
     for one, names in zip(both, read, strict=True):
-        of = one._member._rounds._store
+        of = one._member._run.store
         monkeypatch.setattr(
             of, "get", lambda name, get=of.get, to=names: (to.append(name), get(name))[1]
         )

@@ -80,8 +80,8 @@ def ended(group: list[Process], since: float, bound: float) -> float | None:
 
 
 _REASONS = (
-    r"(?<=optax_ext\.contrib\.Watchdog: ).* did not end within .*?(?= on process)",
-    r"(?<=optax_ext\.contrib\.Watchdog: ).*? failed on process.*?(?=\. This process ends now)",
+    r"(?<=deadline: ).* did not end within .*?(?= on process)",
+    r"(?<=deadline: ).*? failed on process.*?(?=\. This process ends now)",
     r"The following tasks are unhealthy[^\n]*\n\d+(?:\n\d+)*",
     r"Failed to send RPC to coordination service",
     r"Terminating process because [^\n]*",

@@ -26,6 +26,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDevi
 from jax.sharding import PartitionSpec as P
 
 import optax_ext
+from examples.checksums import check_checksums, checksums
+from examples.deadline import deadline
 from tests import groups
 from tests.groups import say
 
@@ -111,7 +113,7 @@ def save(manager: ocp.CheckpointManager, step: int, params: Any, opt_state: Any)
     tree = (params, opt_state)
     metadata = {
         "state": optax_ext.checkpoint_metadata(opt_state),
-        "checksums": optax_ext.contrib.checksums(tree),
+        "checksums": checksums(tree),
     }
     manager.save(step, args=ocp.args.StandardSave(tree), custom_metadata=metadata)
 
@@ -132,7 +134,7 @@ def restore(manager: Any, step: int, mesh=None, tx=None, like=None) -> tuple[Any
     optax_ext.check_metadata(saved["state"], state)
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), like)
     tree = manager.restore(step, args=ocp.args.StandardRestore((params, state)))
-    optax_ext.contrib.check_checksums(saved["checksums"], tree)
+    check_checksums(saved["checksums"], tree)
     return tree
 
 
@@ -163,8 +165,7 @@ def main() -> None:
     settings = SimpleNamespace(**groups.settings())
     timeouts = ("heartbeat_timeout_seconds", "shutdown_timeout_seconds")
     groups.join(vars(settings), **dict.fromkeys(timeouts, settings.heartbeat))
-    watchdog = optax_ext.contrib.Watchdog(settings.deadline, first_seconds=settings.first_deadline)
-    with watchdog("the start"):
+    with deadline("the start", settings.first_deadline):
         mesh = mesh_of_all()
         manager = manager_of(Path(settings.folder))
         params, opt_state = _start(settings, manager, mesh)
@@ -176,8 +177,8 @@ def main() -> None:
         if step == settings.hold_at:
             sys.stdin.readline()
         # The first step compiles.
-        seconds = settings.first_deadline if step == settings.resume else None
-        with watchdog(f"step {step}", seconds=seconds):
+        seconds = settings.first_deadline if step == settings.resume else settings.deadline
+        with deadline(f"step {step}", seconds):
             params, opt_state, loss = jax.block_until_ready(train_step(params, opt_state, batch))
         say("end", step=step, loss=float(loss), hash=hash_of((params, opt_state)))
         done = step + 1
@@ -185,9 +186,9 @@ def main() -> None:
             if step == settings.limit_at:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
             say("saving", step=done)
-            with watchdog(f"checkpoint {done}", seconds=settings.first_deadline):
+            with deadline(f"checkpoint {done}", settings.first_deadline):
                 save(manager, done, params, opt_state)
-    with watchdog("the end"):
+    with deadline("the end", settings.deadline):
         manager.close()
         jax.distributed.shutdown()
     say("finished")

@@ -35,7 +35,7 @@ FAULTS += ("cannot_write", "disk_full", "cut_in_half", "flipped_bit")
 
 def test_an_end_is_accepted_only_with_an_error_and_its_reason():
     """The tests of the faults show that real ends give these reasons."""
-    said = "optax_ext.contrib.Watchdog: step 8 did not end within 10 s on process 0 of 3 (a): b"
+    said = "deadline: step 8 did not end within 10 s on process 0 of 3 (a): b"
     ends = [SimpleNamespace(status=status, errors=said) for status in (75, 0, None)]
     ends += [SimpleNamespace(status=-6, errors=""), SimpleNamespace(status=1, errors="a warning\n")]
     assert [_faults.explained(process) for process in ends] == [True, *[False] * 4]
@@ -53,7 +53,6 @@ def test_the_recipes_run(tmp_path):
     assert len(programs) == 2
     for program in programs:
         exec(program, names)
-    names["watchdog"].close()
     assert int(optax_ext.get_state(names["restored"][1]).count) == 2
 
 

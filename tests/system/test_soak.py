@@ -36,6 +36,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_ext
+from examples.deadline import deadline
 from tests import groups
 from tests.groups import say
 from tests.sparse_collectives.helpers import hard_accumulators
@@ -186,9 +187,8 @@ def main() -> None:
     """Takes the steps from ``first`` to ``last``."""
     settings = SimpleNamespace(**groups.settings())
     groups.join(vars(settings))
-    watchdog = optax_ext.contrib.Watchdog(settings.deadline, first_seconds=600)
     manager, mesh = _task.manager_of(Path(settings.folder)), _task.mesh_of_all()
-    with watchdog("the start"):
+    with deadline("the start", 600):
         params, tx = np.zeros(SIZE, np.float32), optax.chain(*parts("skip"))
         if settings.first:
             params, opt_state = _task.restore(manager, settings.first, mesh, tx, params)
@@ -196,14 +196,14 @@ def main() -> None:
             params = _task.placed(params, NamedSharding(mesh, P()))
             opt_state = optax_ext.init_state(tx, params, mesh)
         steps = {policy: make_step(policy, mesh) for policy in ("skip", "drop")}
-    _soak(settings, watchdog, manager, steps, params, opt_state)
-    with watchdog("the end"):
+    _soak(settings, manager, steps, params, opt_state)
+    with deadline("the end", settings.deadline):
         manager.close()
         jax.distributed.shutdown()
     say("finished")
 
 
-def _soak(settings, watchdog, manager, steps, params, opt_state) -> None:
+def _soak(settings, manager, steps, params, opt_state) -> None:
     workers, expected = settings.processes, settings.expected
     split = NamedSharding(_task.mesh_of_all(), P(_task.AXIS))
     used: set[str] = set()
@@ -213,7 +213,7 @@ def _soak(settings, watchdog, manager, steps, params, opt_state) -> None:
         policy = "drop" if step % _BLOCK >= _BLOCK - _DROPPING else "skip"
         gradients = jax.make_array_from_process_local_data(split, own)
         # The first step of each policy compiles.
-        with watchdog(f"step {step}", seconds=None if policy in used else 600):
+        with deadline(f"step {step}", settings.deadline if policy in used else 600):
             taken = steps[policy](params, opt_state, gradients)
             params, opt_state, error = jax.block_until_ready(taken)
         used.add(policy)
@@ -225,7 +225,7 @@ def _soak(settings, watchdog, manager, steps, params, opt_state) -> None:
         expected["count"] += int(bad == 0 or policy == "drop")
         done = step + 1
         if done % settings.save_every == 0 or done == settings.last:
-            with watchdog(f"checkpoint {done}", seconds=600):
+            with deadline(f"checkpoint {done}", 600):
                 _task.save(manager, done, params, opt_state)
         if done % settings.report_every == 0 or done == settings.last:
             held = np.asarray(params.addressable_shards[0].data)

@@ -1,17 +1,16 @@
-"""Rounds in a store: who takes part is decided once, and all sites read the same list."""
+"""A run in a store: who takes part in a round is decided once, and all sites read that list."""
 
-from __future__ import annotations
-
+import dataclasses
 import json
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from optax_ext.sites import _difference, _payload
+from optax_ext.sites import _parameter_change, _payload
 from optax_ext.sites._payload import PayloadError
 from optax_ext.sites._store import Store
 
@@ -31,61 +30,36 @@ class Share(NamedTuple):
       life: distinguishes a site from an earlier one of the same name.
       base: the digest of the parameters from which it moved.
       tokens: the data it has trained on; the weights of a round are shares of their sum.
-      sent: its parameter change.
+      change: of its parameters.
     """
 
     site: str
     life: str
     base: str
     tokens: int
-    sent: _difference.Sent
+    change: _parameter_change.Change
 
 
-class Closed(NamedTuple):
-    """A closed round, whose list exists.
+@dataclasses.dataclass
+class Run:
+    """The snapshots and rounds of a run, as one site sees them in the store."""
 
-    Attributes:
-      number: the number of the round.
-      shares: in the order in which all sites add them.
-    """
-
-    number: int
-    shares: tuple[Share, ...]
-
-
-class Rounds:
-    """The rounds of a run, as one site sees them in the store."""
-
-    def __init__(
-        self,
-        store: Store,
-        site: str,
-        model: _difference.Model,
-        messages: _difference.Messages,
-        agreed: dict[str, Any],
-        *,
-        key: bytes | None,
-        quorum: int,
-        grace: float,
-        poll: float,
-        clock: Callable[[], float] = time.monotonic,
-    ):
-        self._store = store
-        self._site = site
-        self._model = model
-        self._messages = messages
-        self._key = key
-        self._quorum = quorum
-        self._grace = grace
-        self._poll = poll
-        self._clock = clock
-        self._agreed = {"version": VERSION, "model": model.digest, **agreed}
-        # Payloads by their names, so that a site that closes a round reads each only once.
-        self._read: dict[str, bytes] = {}
-        self.run = ""
-        self.life = secrets.token_hex(8)
-
-    # The run.
+    store: Store
+    site: str
+    model: _parameter_change.Model
+    messages: _parameter_change.Messages
+    # The description of the run that all sites have to give.
+    agreed: dict[str, Any]
+    _: dataclasses.KW_ONLY
+    key: bytes | None
+    quorum: int
+    grace: float
+    poll: float
+    id: str = ""
+    # Distinguishes this site from an earlier one of its name.
+    life: str = dataclasses.field(default_factory=lambda: secrets.token_hex(8))
+    # Payloads by their names, so that a site that closes a round reads each only once.
+    _read: dict[str, bytes] = dataclasses.field(default_factory=dict)
 
     def enter(self, params: np.ndarray) -> tuple[int, np.ndarray]:
         """Creates the run, or finds it: the number of the next round, and the snapshot before it.
@@ -93,34 +67,35 @@ class Rounds:
         Raises:
           ValueError: the run has another model, density or version, or is signed with another key.
         """
-        mine = {**self._agreed, "run": f"{time.time_ns():x}"}
-        self._store.create(_RUN, _payload.pack(mine, b"", self._key))
-        found = self._opened(_RUN, self._store.get(_RUN) or b"")[0]
-        for name, value in self._agreed.items():
+        agreed = {"version": VERSION, "model": self.model.digest, **self.agreed}
+        mine = {**agreed, "run": f"{time.time_ns():x}"}
+        self.store.create(_RUN, _payload.pack(mine, b"", self.key))
+        found = self._opened(_RUN)[0]
+        for name, value in agreed.items():
             if found.get(name) != value:
                 raise ValueError(
-                    f"the run at {self._store.name} has {name} {found.get(name)!r}, and this site "
+                    f"the run at {self.store.name} has {name} {found.get(name)!r}, and this site "
                     f"{value!r}: give the site what the run has, or a store of its own."
                 )
-        self.run = str(found["run"])
+        self.id = str(found["run"])
         if not self._snapshots():
             self._put_snapshot(0, params)
-        number = max(self._snapshots())
+        number = self.newest_snapshot()
         return number, self.snapshot(number)
 
     def snapshot(self, number: int) -> np.ndarray:
         """The parameters before a round, as a site has stored them."""
         name = f"snapshot/{number:08d}"
-        header, body = self._opened(name, self._store.get(name) or b"", number=number)
-        if len(body) != 4 * self._model.size:
-            raise ValueError(f"{name} at {self._store.name} has {len(body)} bytes of parameters.")
+        header, body = self._opened(name, number=number)
+        if len(body) != 4 * self.model.size:
+            raise ValueError(f"{name} at {self.store.name} has {len(body)} bytes of parameters.")
         params = np.frombuffer(body, "<f4").astype(np.float32)
         if header.get("digest") != digest_of(params):
-            raise ValueError(f"{name} at {self._store.name} is not what it says it is.")
+            raise ValueError(f"{name} at {self.store.name} is not what it says it is.")
         return params
 
     def newest_snapshot(self) -> int:
-        """The number of the newest snapshot."""
+        """Its number, which is also the number of the round after it."""
         return max(self._snapshots())
 
     def keep(self, number: int, params: np.ndarray) -> None:
@@ -133,34 +108,24 @@ class Rounds:
         snapshots = sorted(self._snapshots())
         oldest = snapshots[-2] if len(snapshots) > 1 else 0
         old = [f"snapshot/{x:08d}" for x in snapshots if x < oldest]
-        rounds = self._store.sizes("round")
+        rounds = self.store.sizes("round")
         payloads = (name for name in rounds if "/payload/" in name)
         old += [f"round/{name}" for name in payloads if int(name.partition("/")[0]) < oldest]
-        self._store.delete(old)
+        self.store.delete(old)
 
     def _put_snapshot(self, number: int, params: np.ndarray) -> None:
-        header = {"run": self.run, "number": number, "digest": digest_of(params)}
-        data = _payload.pack(header, params.astype("<f4").tobytes(), self._key)
-        self._store.create(f"snapshot/{number:08d}", data)
+        header = {"run": self.id, "number": number, "digest": digest_of(params)}
+        data = _payload.pack(header, params.astype("<f4").tobytes(), self.key)
+        self.store.create(f"snapshot/{number:08d}", data)
 
     def _snapshots(self) -> list[int]:
-        return [int(name) for name in self._store.sizes("snapshot") if name.isdigit()]
-
-    # A round.
+        return [int(name) for name in self.store.sizes("snapshot") if name.isdigit()]
 
     def put(self, number: int, body: bytes, tokens: int, base: str) -> str:
         """Stores this site's payload, unless the round has one from it; returns its digest."""
-        header = {
-            "run": self.run,
-            "number": number,
-            "site": self._site,
-            "life": self.life,
-            "tokens": tokens,
-            "base": base,
-        }
-        name = f"{_round(number)}/payload/{self._site}"
-        data = _payload.pack(header, body, self._key)
-        self._store.create(name, data)
+        header = {"run": self.id, "number": number, "site": self.site, "life": self.life}
+        data = _payload.pack({**header, "tokens": tokens, "base": base}, body, self.key)
+        self.store.create(f"{_round(number)}/payload/{self.site}", data)
         return _payload.digest(data)
 
     def has_taken(self, number: int, digest: str) -> bool:
@@ -169,13 +134,14 @@ class Rounds:
 
     def _listed(self, number: int) -> list[dict[str, Any]] | None:
         """The rows of the list of a round; None while the round is open."""
-        data = self._store.get(f"{_round(number)}/list")
-        if data is None:
-            return None
-        return json.loads(self._opened(f"{_round(number)}/list", data, number=number)[1])
+        name = f"{_round(number)}/list"
+        data = self.store.get(name)
+        return None if data is None else json.loads(self._opened(name, data, number=number)[1])
 
-    def closed(self, number: int) -> Closed | None:
-        """A round, if it is closed; None if it is open, or if its payloads were removed.
+    def closed(self, number: int) -> list[Share] | None:
+        """The shares of a closed round, in the order in which all sites add them.
+
+        It is None for an open round, and if payloads were removed.
 
         Raises:
           ValueError: an object is not what the list says, or this site may not take it.
@@ -193,46 +159,40 @@ class Rounds:
             if found is None or _payload.digest(found) != row["sha256"]:
                 self._read = {}
                 raise ValueError(
-                    f"{name} at {self._store.name} is not what the list of its round says: it was "
+                    f"{name} at {self.store.name} is not what the list of its round says: it was "
                     "removed or replaced behind the back of the sites."
                 )
             shares.append(self._share(number, row["site"], found))
         self._read = {}
-        return Closed(number, tuple(shares))
+        return shares
 
     def wait(self, number: int, expected: frozenset[str], seconds: float) -> None:
         """Waits until the round is closed, and closes it when that is due.
 
-        Args:
-          number: the number of the round.
-          expected: the sites of the last round, for which it waits ``grace`` seconds once a quorum
-            is there.
-          seconds: how long to wait.
-
-        Raises:
-          TimeoutError: the round was not closed in that time.
+        With a quorum it waits ``grace`` seconds for the other sites that are ``expected``. It
+        raises a TimeoutError if the round is not closed within ``seconds``.
         """
-        since, began = None, self._clock()
-        while "list" not in (names := self._store.sizes(_round(number))):
+        since, began = None, time.monotonic()
+        while "list" not in (names := self.store.sizes(_round(number))):
             found = {name.removeprefix("payload/") for name in names}
-            if len(found) >= self._quorum:
-                since = self._clock() if since is None else since
-                if found >= expected or self._clock() - since >= self._grace:
+            if len(found) >= self.quorum:
+                since = time.monotonic() if since is None else since
+                if found >= expected or time.monotonic() - since >= self.grace:
                     self._close(number)
                     continue
-            if self._clock() - began > seconds:
+            if time.monotonic() - began > seconds:
                 raise TimeoutError(
-                    f"round {number} at {self._store.name} was not closed within {seconds:g} s: it "
-                    f"has {len(found)} payloads, and quorum is {self._quorum}."
+                    f"round {number} at {self.store.name} was not closed within {seconds:g} s: it "
+                    f"has {len(found)} payloads, and quorum is {self.quorum}."
                 )
-            time.sleep(self._poll)
+            time.sleep(self.poll)
 
     def _close(self, number: int) -> None:
         """Writes the list of the payloads that have come, unless another site is faster."""
         rows = []
         prefix = f"{_round(number)}/payload"
-        sizes = sorted(self._store.sizes(prefix).items())
-        most = self._messages.bytes + _AROUND
+        sizes = sorted(self.store.sizes(prefix).items())
+        most = self.messages.bytes + _AROUND
         payloads = self._payloads([f"{prefix}/{site}" for site, size in sizes if size <= most])
         for site, size in sizes:
             try:
@@ -246,46 +206,42 @@ class Rounds:
             digest = _payload.digest(data)
             rows.append({"site": site, "sha256": digest, "tokens": share.tokens})
         if not rows:
-            time.sleep(self._poll)
+            time.sleep(self.poll)
             return
-        header = {"run": self.run, "number": number}
+        header = {"run": self.id, "number": number}
         body = json.dumps(rows, separators=(",", ":")).encode()
-        self._store.create(f"{_round(number)}/list", _payload.pack(header, body, self._key))
+        self.store.create(f"{_round(number)}/list", _payload.pack(header, body, self.key))
 
     def _payloads(self, names: Sequence[str]) -> dict[str, bytes]:
         """The objects that exist, each of which is read once; all at the same time."""
         missing = [name for name in names if name not in self._read]
-        found = zip(missing, self._store.get_all(missing), strict=True)
+        found = zip(missing, self.store.get_all(missing), strict=True)
         self._read |= {name: data for name, data in found if data is not None}
         return {name: self._read[name] for name in names if name in self._read}
 
     def _share(self, number: int, site: str, data: bytes) -> Share:
         """The checked content of a payload; raises a PayloadError if it may not be taken."""
-        if len(data) > self._messages.bytes + _AROUND:
+        if len(data) > self.messages.bytes + _AROUND:
             raise PayloadError(f"it has {len(data)} bytes")
-        header, body = _payload.unpack(data, self._key)
-        wanted = {"run": self.run, "number": number, "site": site}
-        for name, value in wanted.items():
-            if header.get(name) != value:
-                raise PayloadError(f"its {name} is {str(header.get(name))[:40]!r}, not {value!r}")
+        wanted = {"run": self.id, "number": number, "site": site}
+        header, body = _payload.unpack(data, self.key, **wanted)
         tokens = header.get("tokens")
         if not isinstance(tokens, int) or isinstance(tokens, bool) or not 0 < tokens < 2**53:
             raise PayloadError(f"its tokens are {str(tokens)[:40]!r}")
         life, base = (str(header.get(name))[:64] for name in ("life", "base"))
-        return Share(site, life, base, tokens, self._messages.decode(body))
+        return Share(site, life, base, tokens, self.messages.decode(body))
 
-    def _opened(self, name: str, data: bytes, **wanted: Any) -> tuple[dict[str, Any], bytes]:
+    def _opened(
+        self, name: str, data: bytes | None = None, **wanted: Any
+    ) -> tuple[dict[str, Any], bytes]:
         """An object that all sites need; raises a ValueError if it is not what it should be."""
-        if self.run:
-            wanted["run"] = self.run
+        data = (self.store.get(name) or b"") if data is None else data
+        if self.id:
+            wanted["run"] = self.id
         try:
-            header, body = _payload.unpack(data, self._key)
-            for key, value in wanted.items():
-                if header.get(key) != value:
-                    raise PayloadError(f"its {key} is {str(header.get(key))[:40]!r}, not {value!r}")
+            return _payload.unpack(data, self.key, **wanted)
         except PayloadError as error:
-            raise ValueError(f"{name} at {self._store.name} can't be used: {error}.") from None
-        return header, body
+            raise ValueError(f"{name} at {self.store.name} can't be used: {error}.") from None
 
 
 def digest_of(params: np.ndarray) -> str:

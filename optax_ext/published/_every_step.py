@@ -4,11 +4,11 @@ from typing import Unpack
 
 import optax
 
-from optax_ext._aliases import topk_a
-from optax_ext._step._momentum_correction import momentum_correction
 from optax_ext._step._options import LocalOptions, SparseOptions, takes
 from optax_ext._transforms._local_clip import local_clip_by_global_norm
+from optax_ext._transforms._momentum_correction import momentum_correction
 from optax_ext._transforms._sparse_allreduce import selection, sparse_allreduce
+from optax_ext._transforms._topk_a import topk_a
 from sparse_collectives import AxisName, Codec, Selector, allreduce, select, wire
 
 
@@ -81,10 +81,8 @@ def quantized_topk(
     axis: AxisName,
     bits: int = 4,
     bucket: int = 1024,
-    dense_only: bool = False,
     feedback: bool = False,
     selector: Selector | None = None,
-    slack: float = 1.25,
     **options: Unpack[SparseOptions],
 ) -> optax.GradientTransformationExtraArgs:
     """SparCML's quantized top-k SGD: :func:`topk_dsa` with QSGD values.
@@ -102,12 +100,9 @@ def quantized_topk(
       axis: the mesh axis (or a tuple of them) of the data-parallel workers.
       bits: the bits of a value; see :func:`sparse_collectives.wire.qsgd`.
       bucket: how many values share a scale.
-      dense_only: whether only sums that go dense are quantized, and pairs are exact, as
-        section 6 says of SparCML in practice.
       feedback: whether the residuals keep the rounding error, so that nothing is lost.
         Use 4 or 8 bits with it: with 2 it diverges.
       selector: by default ``select.bucketed(density=density, bucket=512)``, as in section 8.
-      slack: see :func:`topk_dsa`.
       **options: see :func:`sparse_allreduce`.
 
     Returns:
@@ -126,9 +121,7 @@ def quantized_topk(
     codec = wire.qsgd(bits=bits, bucket=bucket)
     if not feedback:
         codec = wire.without_feedback(codec)
-    exchange = allreduce.published.dsar_split_allgather(
-        slack=slack, codec=wire.raw() if dense_only else codec, dense_codec=codec
-    )
+    exchange = allreduce.published.dsar_split_allgather(codec=codec)
     if selector is None:
         selector = select.bucketed(density=density, bucket=512)
     return sparse_allreduce(selection(density, selector), exchange, axis=axis, **options)

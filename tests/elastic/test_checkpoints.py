@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import optax_ext
-from optax_ext.elastic import _handover, _programs, _saving
+from optax_ext.elastic import _checkpoints, _handover, _programs
 from tests.optax_ext.helpers import bits
 
 PARAMS = {"w": jnp.arange(24.0).reshape(4, 6) / 7.0, "b": jnp.full(5, -0.0, jnp.bfloat16)}
@@ -38,7 +38,7 @@ def row(state, worker, workers):
 def save(folder, step, members, state):
     """The checkpoint of all members."""
     for number, process in enumerate(members):
-        each = _saving.Saves(folder, 10, process)
+        each = _checkpoints.Checkpoints(folder, 10, process)
         each.save(step, members, PARAMS, row(state, number, len(members)))
         each.wait()
 
@@ -51,18 +51,18 @@ def residual(state):
 def test_any_number_of_workers_may_begin_from_it(tmp_path, size):
     members, state = (0, 2, 5), state_of(3)
     save(tmp_path, 20, members, state)
-    reader = _saving.Saves(tmp_path, 10, 7)
+    reader = _checkpoints.Checkpoints(tmp_path, 10, 7)
     assert reader.newest() == 20
     total = np.zeros_like(residual(state)[0])
     for rank in range(size):
-        found = reader.load(20, rank, size, PARAMS, PROGRAMS.state_of)
-        assert found.size == 3
-        assert bits(found.params) == bits(PARAMS)
+        written, params, saved = reader.load(20, rank, size, PARAMS, PROGRAMS.state_of)
+        assert written == 3
+        assert bits(params) == bits(PARAMS)
         if rank >= 3:
-            assert found.opt_state is None
+            assert saved is None
             continue
         fresh = PROGRAMS.fresh(size, rank, PARAMS)
-        carried = _handover.carried(found.opt_state, fresh)
+        carried = _handover.carried(saved, fresh)
         total += residual(carried)[0]
         # The part that all share, such as the moments after the exchange.
         assert bits(carried[1]) == bits(state[1])
@@ -73,7 +73,7 @@ def test_only_what_all_members_have_written_counts(tmp_path):
     state = state_of(2)
     save(tmp_path, 10, (0, 1), state)
     save(tmp_path, 20, (0, 1), state)
-    first = _saving.Saves(tmp_path, 10, 0)
+    first = _checkpoints.Checkpoints(tmp_path, 10, 0)
     first.save(30, (0, 1), PARAMS, row(state, 0, 2))
     first.wait()
     assert first.newest() == 20
@@ -86,10 +86,10 @@ def test_only_what_all_members_have_written_counts(tmp_path):
 def test_of_a_step_that_was_taken_again_the_later_one_counts(tmp_path):
     save(tmp_path, 10, (0, 1), state_of(2, 1))
     save(tmp_path, 10, (0,), state_of(1, 2))
-    reader = _saving.Saves(tmp_path, 10, 0)
-    found = reader.load(10, 0, 1, PARAMS, PROGRAMS.state_of)
-    assert found.size == 1
-    np.testing.assert_array_equal(residual(found.opt_state), residual(state_of(1, 2)))
+    reader = _checkpoints.Checkpoints(tmp_path, 10, 0)
+    written, _, saved = reader.load(10, 0, 1, PARAMS, PROGRAMS.state_of)
+    assert written == 1
+    np.testing.assert_array_equal(residual(saved), residual(state_of(1, 2)))
 
 
 @pytest.mark.parametrize("damage", ["cut", "a bit", "empty"])
@@ -99,14 +99,14 @@ def test_a_part_that_is_damaged_is_an_error(tmp_path, damage):
     data = bytearray(part.read_bytes())
     data[len(data) // 2] ^= 1
     part.write_bytes({"cut": data[:-200], "a bit": data, "empty": b""}[damage])
-    reader = _saving.Saves(tmp_path, 10, 0)
+    reader = _checkpoints.Checkpoints(tmp_path, 10, 0)
     reader.load(10, 0, 2, PARAMS, PROGRAMS.state_of)
     with pytest.raises(ValueError, match="0-1/1 can't be read .*Remove the folder of its step"):
         reader.load(10, 1, 2, PARAMS, PROGRAMS.state_of)
 
 
 def test_an_error_of_the_writer_is_raised_at_the_next_checkpoint(tmp_path):
-    one = _saving.Saves(tmp_path / "run", 10, 0)
+    one = _checkpoints.Checkpoints(tmp_path / "run", 10, 0)
     one.save(10, (0,), PARAMS, row(state_of(1), 0, 1))
     one.wait()
     (tmp_path / "run" / "20").write_text("no folder")
@@ -116,9 +116,9 @@ def test_an_error_of_the_writer_is_raised_at_the_next_checkpoint(tmp_path):
 
 
 def test_without_a_folder_there_are_none():
-    none = _saving.Saves(None, None, 0)
+    none = _checkpoints.Checkpoints(None, None, 0)
     assert not none.is_due(10)
     assert none.newest() == -1
     none.wait()
     with pytest.raises(ValueError, match="save_every must be a whole number"):
-        _saving.Saves("folder", 0, 0)
+        _checkpoints.Checkpoints("folder", 0, 0)

@@ -1,6 +1,4 @@
-"""The parameter change of a site as a payload, and its effect on the shared parameters."""
-
-from __future__ import annotations
+"""The parameters of a run as one vector, and a change of them as the body of a payload."""
 
 import functools
 import hashlib
@@ -30,8 +28,12 @@ class Model(NamedTuple):
     digest: str
 
     def flat(self, params: Any) -> np.ndarray:
-        """The leaves concatenated, ``f32[n]``."""
-        check(params, self)
+        """The leaves concatenated, ``f32[n]``; a ValueError if they are another model's."""
+        if (found := model_of(params)).digest != self.digest:
+            raise ValueError(
+                f"params are those of another model: {found.size} entries ({found.digest}), and "
+                f"the run has {self.size} ({self.digest})."
+            )
         leaves = [np.asarray(x, np.float32).ravel() for x in jax.tree.leaves(params)]
         return np.concatenate(leaves) if leaves else np.zeros(0, np.float32)
 
@@ -62,24 +64,15 @@ def model_of(params: Any) -> Model:
     return Model(jax.tree.structure(params), shapes, size, digest)
 
 
-def check(params: Any, model: Model) -> None:
-    """Raises a ValueError if the parameters do not belong to the model."""
-    if (found := model_of(params)).digest != model.digest:
-        raise ValueError(
-            f"params are those of another model: {found.size} entries ({found.digest}), and the "
-            f"run has {model.size} ({model.digest})."
-        )
-
-
-class Sent(NamedTuple):
-    """The content of a payload: ``i64[k]`` indices, each once, and ``f32[k]`` values."""
+class Change(NamedTuple):
+    """``i64[k]`` indices, each once, and ``f32[k]`` values."""
 
     indices: np.ndarray
     values: np.ndarray
 
 
 class Messages:
-    """Encodes and decodes payloads of a model at a density."""
+    """Encodes and decodes the changes of a model at a density."""
 
     def __init__(self, size: int, density: float, codec: Codec):
         self._size = size
@@ -107,7 +100,7 @@ class Messages:
             message = self._encode(jnp.asarray(moved), np.uint32(seed % 2**32))
         return np.asarray(message).astype("<i4").tobytes()
 
-    def decode(self, body: bytes) -> Sent:
+    def decode(self, body: bytes) -> Change:
         """The content of a body, with the same bits on every machine.
 
         Raises:
@@ -126,15 +119,9 @@ class Messages:
             raise PayloadError("a value is not finite")
         if (indices < 0).any() or len(np.unique(indices)) != len(indices):
             raise PayloadError("an index is out of range, or there twice")
-        return Sent(indices, values)
+        return Change(indices, values)
 
 
-@functools.lru_cache(maxsize=8)
-def messages(size: int, density: float, codec: Codec) -> Messages:
-    """:class:`Messages`, compiled once for the sites of a process."""
-    return Messages(size, density, codec)
-
-
-def add(params: np.ndarray, sent: Sent, weight: float) -> None:
-    """Adds a payload to ``f32[n]`` in place, with the same bits on every machine."""
-    params[sent.indices] += np.float32(weight) * sent.values
+def add(params: np.ndarray, change: Change, weight: float) -> None:
+    """Adds to ``f32[n]`` in place, with the same bits on every machine."""
+    params[change.indices] += np.float32(weight) * change.values
