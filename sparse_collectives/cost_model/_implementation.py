@@ -22,8 +22,6 @@ Formula = Callable[[Workload, MessageSizes], Estimate]
 
 # Slots of a message as a multiple of its fair share: the algorithms' default.
 SLACK = 1.25
-# Sparse forms of the dynamic SparCML: its default.
-SPARSE_FORMS = 3
 # Words by which all workers of a mesh agree: how Ok-Topk balances, and whether it has to.
 _BALANCE_FLAGS, _WINDOW_FLAGS = 3, 1
 # Bytes of one bucket of the dense allreduce in buckets.
@@ -144,7 +142,6 @@ def dsar_split_allgather(w: Workload, codec: MessageSizes) -> Estimate:
     forms = _slots.sparse_forms(
         everything,
         w.selected // w.workers,
-        SPARSE_FORMS,
         lambda slots: codec.pairs(slots, regions.width) <= dense_words,
     )
     fixed = split + _all_gather(1, w.workers)
@@ -221,15 +218,6 @@ def agreed(bits: int | None) -> Formula:
     return formula
 
 
-def leader(w: Workload, codec: MessageSizes) -> Estimate:
-    """One worker's indices and the values of all workers, each a psum of k words."""
-    del codec
-    if w.workers == 1:
-        return certain(Cost())
-    each = _psum(w.selected, w.workers)
-    return certain(each + each + _even(0, 0, w.selected))
-
-
 def shared_random(w: Workload, codec: MessageSizes) -> Estimate:
     """The sum of k values; no index is sent."""
     del codec
@@ -271,7 +259,7 @@ def ok_topk(w: Workload, codec: MessageSizes) -> Estimate:
     plan = _plan.make_plan(w.size, w.selected, w.workers, windows=True)
     step = _plan.exchanges(plan, codec.pairs)
     fixed, rounds = Cost(), Cost()
-    for exchange in (step.split[-1], step.gather[-1]):
+    for exchange in (step.split, step.gather):
         fixed += _cost_of(exchange, w.workers)
     for exchange in (*step.threshold, step.counts):
         rounds += _cost_of(exchange, w.workers)

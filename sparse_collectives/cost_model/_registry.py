@@ -242,7 +242,6 @@ _ROWS = (
         rounds=True,
         gpu=Program(88, 29.1),
     ),
-    Algorithm("leader", published.leader, _nothing, flat.leader, "gold", complete=True),
     Algorithm(
         "shared_random",
         allreduce.shared_random,

@@ -16,13 +16,7 @@ from sparse_collectives._types import AxisName, SelectInfo, Selector
 _STRIDE = 0x9E3779B9 - 2**32
 
 
-def random_k(
-    density: float,
-    *,
-    seed: int = 0,
-    same_on_all_workers: bool = True,
-    axis: AxisName | None = None,
-) -> Selector:
+def random_k(density: float, *, seed: int = 0, axis: AxisName | None = None) -> Selector:
     """Draws ``k = max(1, round(density * n))`` distinct indices at each step.
 
     Every index is equally likely, whatever its value, and the draws of different
@@ -32,11 +26,9 @@ def random_k(
     Args:
       density: k / n, in (0, 1].
       seed: the seed of the random numbers, in [0, 2**31).
-      same_on_all_workers: whether all workers draw the same indices, so that the
-        union of the selections has k entries instead of up to P k.
-      axis: the mesh axis by which workers differ; required with
-        ``same_on_all_workers=False``, and only then. ``select`` must then run
-        inside a function that is mapped over it.
+      axis: the mesh axis whose workers draw different indices; ``select`` must then run inside a
+        function that is mapped over it. None: all workers draw the same indices, so that the union
+        of the selections has k entries instead of up to P k.
 
     Returns:
       A :class:`Selector` whose buffers have k slots and whose state is ``i32[]``. The
@@ -44,7 +36,7 @@ def random_k(
       same size start at different numbers. ``info.threshold`` is 0.
 
     Raises:
-      ValueError: an argument is out of its range, or ``axis`` is missing or not used.
+      ValueError: an argument is out of its range; at ``select``, an axis that is not bound.
 
     Cost: O(k log n): about six rounds of arithmetic for each draw and no pass over n
     entries, but two over n / 32 words to put the indices in order.
@@ -63,14 +55,6 @@ def random_k(
     seed = _validation.check_positive_int("seed", seed, minimum=0)
     if seed >= 2**31:
         raise ValueError(f"seed must be below 2**31, got {seed}.")
-    if not isinstance(same_on_all_workers, bool):
-        raise ValueError(f"same_on_all_workers must be True or False, got {same_on_all_workers!r}.")
-    if same_on_all_workers != (axis is None):
-        raise ValueError(
-            "axis names the mesh axis by which workers differ: give it with "
-            "same_on_all_workers=False, and only then; got "
-            f"same_on_all_workers={same_on_all_workers} and axis={axis!r}."
-        )
 
     def init(size: int | Layout) -> jax.Array:
         as_layout(size)
@@ -104,10 +88,5 @@ def random_k(
         init,
         select,
         apart=apart,
-        spec=Spec.of(
-            "random_k",
-            density=density,
-            seed=seed,
-            same_on_all_workers=same_on_all_workers,
-        ),
+        spec=Spec.of("random_k", density=density, seed=seed, by_worker=axis is not None),
     )

@@ -43,15 +43,12 @@ _OCTAVE_BITS = 1 << 23
 _LARGEST_BITS = _bits.INFINITY_BITS - 1
 
 
-def encode(
-    values: jax.Array, block: int, random: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array]:
+def encode(values: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
     """Quantizes blocks of consecutive values.
 
     Args:
       values: ``f[..., m]``; zeros do not count for the range of their block.
       block: static length of a block.
-      random: ``f32[..., m]`` in [0, 1) for random rounding; None: rounding to nearest.
 
     Returns:
       ``i32[..., m]`` in [0, 256), and one word for each block: its lowest level and
@@ -69,26 +66,12 @@ def encode(
 
     base, step = (_spread(x, block, length) for x in _levels(scales))
     step = jnp.maximum(step, 1)
-    if random is None:
-        level = jnp.clip((magnitude - base + step // 2) // step, 0, _STEPS)
-        # Nearer to zero than to the lowest level.
-        is_zero = magnitude < base - _OCTAVE_BITS
-    else:
-        level, is_zero = _random_level(magnitude, base, step, random)
+    level = jnp.clip((magnitude - base + step // 2) // step, 0, _STEPS)
+    # Nearer to zero than to the lowest level.
+    is_zero = magnitude < base - _OCTAVE_BITS
     code = jnp.where(is_zero | (magnitude == 0), 0, 1 + level)
     code = jnp.where(finite, code, _NOT_FINITE)
     return code | jnp.where(_values.is_negative(values), 128, 0), scales
-
-
-def _random_level(magnitude, base, step, random):
-    """A level above or below, so that the mean is the value."""
-    below = jnp.clip((magnitude - base) // step, 0, _STEPS - 1)
-    low, high = (_as_float(base + (below + up) * step) for up in (0, 1))
-    number = _as_float(magnitude)
-    up = random * (high - low) < number - low
-    # Between zero and the lowest level.
-    is_zero = (magnitude < base) & (random * low >= number)
-    return jnp.where(up & (magnitude >= base), below + 1, below), is_zero
 
 
 def decode(codes: jax.Array, scales: jax.Array, block: int, dtype) -> jax.Array:

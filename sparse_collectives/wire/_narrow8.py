@@ -2,9 +2,8 @@
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from sparse_collectives import _hash, _validation
+from sparse_collectives import _validation
 from sparse_collectives._coo import _bits
 from sparse_collectives._data import PaddedCOO
 from sparse_collectives._spec import Spec
@@ -14,7 +13,7 @@ from sparse_collectives.wire import _gaps, _log8, _sizes, _values
 _FORMAT = _sizes.GAPS8
 
 
-def narrow8(*, block: int = 128, escapes: float = 1 / 8, stochastic: bool = False) -> Codec:
+def narrow8(*, block: int = 128, escapes: float = 1 / 8) -> Codec:
     """Values as a level of their block and indices as gaps, half a word for an entry.
 
     A value is a sign and one of 126 levels, nearly logarithmic, between the
@@ -37,8 +36,6 @@ def narrow8(*, block: int = 128, escapes: float = 1 / 8, stochastic: bool = Fals
         sent; which ones these are depends on the seed. The default is for densities
         of about 1 % and more. At 0.3 %, half of the entries need an escape, and
         below that :func:`narrow16` takes fewer words.
-      stochastic: round to one of the two nearest levels at random, so that the mean
-        is the value. Rounding to nearest, the default, has half the squared error.
 
     Returns:
       A :class:`Codec`. ``c`` pairs take about ``c (1 + escapes) (1 / 2 + 1 / block)``
@@ -54,12 +51,6 @@ def narrow8(*, block: int = 128, escapes: float = 1 / 8, stochastic: bool = Fals
     if block % 4:
         raise ValueError(f"block must be a multiple of 4, got {block}: four values fill a word.")
     escapes = _validation.check_number("escapes", escapes, 0.0, 1.0)
-    if not isinstance(stochastic, bool):
-        raise ValueError(f"stochastic must be True or False, got {stochastic!r}.")
-
-    def quantize(values: jax.Array, position: jax.Array, seed: jax.Array):
-        random = _hash.uniform(seed, position) if stochastic else None
-        return _log8.encode(values, block, random)
 
     def encode(coo: PaddedCOO, seed: jax.Array) -> Encoded:
         _validation.check_float("values", coo.values.dtype)
@@ -67,8 +58,7 @@ def narrow8(*, block: int = 128, escapes: float = 1 / 8, stochastic: bool = Fals
         count = _sizes.narrow8_slots(rows.capacity, coo.size, escapes)
         slots = _gaps.lay_out(rows, count, _FORMAT, seed)
         of_slot = _gaps.row_gather(rows.values, slots.entry, 0)
-        index = _gaps.row_gather(rows.indices, slots.entry, 0)
-        codes, scales = quantize(of_slot, index, seed)
+        codes, scales = _log8.encode(of_slot, block)
         words = _bits.pack(((codes | slots.digit) << 8) | slots.code, 16)
         message = jnp.concatenate([slots.first[:, None], scales, words], axis=1)
         decoded = _log8.decode(codes, scales, block, rows.values.dtype)
@@ -88,9 +78,9 @@ def narrow8(*, block: int = 128, escapes: float = 1 / 8, stochastic: bool = Fals
         return PaddedCOO(jnp.where(indices < size, values, 0), indices, size)
 
     def encode_dense(values: jax.Array, seed: jax.Array) -> tuple[jax.Array, jax.Array]:
+        del seed
         _validation.check_float("values", values.dtype)
-        position = lax.broadcasted_iota(jnp.int32, values.shape, values.ndim - 1)
-        codes, scales = quantize(values, position, seed)
+        codes, scales = _log8.encode(values, block)
         decoded = _log8.decode(codes, scales, block, values.dtype)
         message = jnp.concatenate([scales, _bits.pack(codes, 8)], axis=-1)
         return message, _values.error_of(values, decoded)
@@ -106,5 +96,5 @@ def narrow8(*, block: int = 128, escapes: float = 1 / 8, stochastic: bool = Fals
         encode_dense,
         decode_dense,
         exact=False,
-        spec=Spec.of("narrow8", block=block, escapes=escapes, stochastic=stochastic),
+        spec=Spec.of("narrow8", block=block, escapes=escapes),
     )

@@ -52,7 +52,6 @@ OPTIONS: dict[str, dict[str, Any]] = dict.fromkeys(table.ALGORITHMS, {}) | {
         "slack": SLACKS,
         "regions": st.sampled_from(("hashed", "balanced", "equal")),
         "balance": st.sampled_from(("auto", "always", "never")),
-        "sizes": st.sampled_from((1, 1, 3)),
         "schedule": st.sampled_from(("all_to_all", "all_to_all", "rotation")),
         "global_period": st.sampled_from((1, 2)),
         "repartition_period": PERIODS,

@@ -80,7 +80,6 @@ VARIANTS = {
     "ok_topk, reused global threshold": row("ok_topk", global_period=3),
     "ok_topk, balanced regions": row("ok_topk", regions="balanced", repartition_period=2),
     "ok_topk, equal regions": row("ok_topk", regions="equal"),
-    "ok_topk, messages of several sizes": row("ok_topk", sizes=3),
     "ok_topk, no slack": row("ok_topk", slack=1.0),
     "ok_topk, as published": row("ok_topk", paper=True),
     "ssar_split_allgather, room for all": row("ssar_split_allgather", delivers_all=True, **ALL),

@@ -18,7 +18,7 @@ KEEPS_OTHER_VALUES = {name for name, row in EACH.items() if row.rounds}
 # Tested with more numbers of workers and both 16-bit types; the others are variants of these.
 ALGORITHMS = {*table.ALGORITHMS, "agreed, few bits", "auto, which may be spardl"}
 ALGORITHMS |= {"ok_topk, as published"}
-ALGORITHMS -= {"leader", "dense_bucketed"}
+ALGORITHMS -= {"dense_bucketed"}
 ROWS = EACH | WITH_CODECS
 
 
@@ -78,7 +78,7 @@ def cases():
 
 
 # Rows that compile fast, in each of the tests below.
-LIGHT = {"leader", "dense_bucketed", "topk_a", "topk_a, lossy", "sparse_allgather"}
+LIGHT = {"dense_bucketed", "topk_a", "topk_a, lossy", "sparse_allgather"}
 LIGHT |= {"hierarchical topk_a", "torus_2d"}
 
 

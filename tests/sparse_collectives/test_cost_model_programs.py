@@ -82,7 +82,7 @@ POINTS += [
     (name, codec, (1999, 100, 3))
     for name in cost_model.ALGORITHMS
     for codec in table.LOSSY_CODECS
-    if "dense" not in name and name not in (*TWO_LEVELS, "agreed", "agreed(few)", "leader")
+    if "dense" not in name and name not in (*TWO_LEVELS, "agreed", "agreed(few)")
 ]
 POINTS += [
     (name, "narrow8", (20_000, 1000, 6))

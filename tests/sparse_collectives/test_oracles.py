@@ -112,7 +112,7 @@ def exact_total(sent):
 )
 def test_dense_regions_are_sent_where_the_union_passes_delta(case, dense):
     workers, size = 4, 400
-    allreduce = table.make("dsar_split_allgather", slack=math.inf, sparse_sizes=2)
+    allreduce = table.make("dsar_split_allgather", slack=math.inf)
     acc = helpers.hard_accumulators(workers, size)[case]
     out = helpers.run_once(sc.select.topk(density=0.2), allreduce, acc)
     np.testing.assert_allclose(out["total"][0], exact_total(out["sent"]), atol=1e-5)
@@ -132,7 +132,7 @@ def test_dense_regions_are_sent_where_the_union_passes_delta(case, dense):
 
 def test_the_switch_is_where_both_messages_have_the_same_words():
     """With 16-bit values a dense region is half as long, and delta half as large."""
-    allreduce = sc.allreduce.published.dsar_split_allgather(slack=math.inf, sparse_sizes=1)
+    allreduce = sc.allreduce.published.dsar_split_allgather(slack=math.inf)
 
     def step(values, indices):
         state = StepState(jnp.int32(0))

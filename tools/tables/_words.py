@@ -47,7 +47,7 @@ def table_words_by_codec() -> Rows:
 
 def table_where_the_bound_holds() -> Rows:
     """Ok-Topk over n and P, by what has to be balanced; bold is what exceeds the bound."""
-    cases = ("rounds", "neighbours", "spread", "worst", "sizes")
+    cases = ("rounds", "neighbours", "spread", "worst")
 
     def multiple(value: float) -> str:
         return f"**{value:.2f}**" if value > 6 else f"{value:.2f}"

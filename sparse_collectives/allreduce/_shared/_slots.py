@@ -7,6 +7,9 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+# The largest number of sparse forms of a message.
+_SPARSE_FORMS = 3
+
 
 class Regions(NamedTuple):
     """How n indices are divided among P owners.
@@ -62,18 +65,17 @@ def union_slots(
     return everything if wanted >= everything else max(1, math.ceil(wanted))
 
 
-def sparse_forms(most: int, least: int, count: int, fits: Callable[[int], bool]) -> list[int]:
-    """The slots of the sparse forms of a message, ascending.
+def sparse_forms(most: int, least: int, fits: Callable[[int], bool]) -> list[int]:
+    """The slots of the sparse forms of a message, ascending; each has half those of the next.
 
     Args:
       most: no form has more slots.
       least: no form has fewer slots, unless the largest has fewer.
-      count: the largest number of forms; each has half the slots of the next.
       fits: whether a message of so many slots is short enough; then all shorter ones are.
     """
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    slots = {-(-low // 2**halvings) for halvings in range(count)}
+    slots = {-(-low // 2**halvings) for halvings in range(_SPARSE_FORMS)}
     return sorted(s for s in slots if s >= max(1, min(least, low)))

@@ -88,23 +88,13 @@ class Balanced(NamedTuple):
       error: ``f[m]`` over the slots of the entries that went in: the part of each that the
         worker that now holds it misses. None with an exact codec.
       unsent: ``i32[]``, entries that this worker could not pass on.
-      most: ``i32[]``, the largest number of entries of a worker, equal on all workers.
       words: the words that the exchange moved.
     """
 
     entries: PaddedCOO
     error: jax.Array | None
     unsent: jax.Array
-    most: jax.Array
     words: _messages.Words
-
-
-class _Moved(NamedTuple):
-    """The result of a branch: :class:`Balanced` before its words are counted."""
-
-    entries: PaddedCOO
-    error: jax.Array | None
-    unsent: jax.Array
 
 
 def balance(
@@ -148,20 +138,19 @@ def balance(
     def what_fits():
         rank = windowed_rank(slot, counts[me], capacity, jnp.asarray(turn))
         source = jnp.where(slot < counts[me], rank, entries.capacity)
-        unsent = jnp.maximum(counts[me] - capacity, 0)
-        return _result(take(entries, source), entries, codec, axis)._replace(unsent=unsent)
+        moved, error, _ = _result(take(entries, source), entries, codec, axis)
+        return moved, error, jnp.maximum(counts[me] - capacity, 0)
 
     def send(source: jax.Array, move, kept: jax.Array, senders: jax.Array):
         """Sends the entries at ``source[..., b]``; joins the arrivals to the first ``kept``."""
         outgoing = codec.encode(take(entries, source), seed)
         incoming = codec.decode(move(outgoing.message), entries.size, entries.values.dtype)
         joined = _join(entries, kept, incoming, senders < me, capacity)
-        result = _result(joined, entries, codec, axis)
         if codec.exact:
-            return result
+            return _result(joined, entries, codec, axis)
         error = jnp.zeros_like(entries.values).at[source].set(outgoing.error, mode="drop")
         unsent = (source < entries.capacity) & ~outgoing.sent
-        return result._replace(error=error, unsent=jnp.sum(unsent, dtype=jnp.int32))
+        return joined, error, jnp.sum(unsent, dtype=jnp.int32)
 
     def to_neighbour():
         flow = ring_flow(counts, capacity)
@@ -215,23 +204,10 @@ def balance(
             return what_fits()
         return lax.switch(branch, (stay, to_neighbour, to_room, by_rank))
 
-    result = moved()
-    of_branches = words_of_branches(exchanges, counts, me, plan, result.unsent)
+    joined, error, unsent = moved()
+    of_branches = words_of_branches(exchanges, counts, me, plan, unsent)
     words = jax.tree.map(lambda of_branch: of_branch[branch], of_branches)
-    most = _most_after(counts, branch, plan, mode)
-    return Balanced(result.entries, result.error, result.unsent, most, words)
-
-
-def _most_after(counts: jax.Array, branch: jax.Array, plan: Plan, mode: str) -> jax.Array:
-    """The largest number of entries of a worker after balancing, ``i32[]``."""
-    if mode == "always":
-        return even_share(counts)
-    most, room = jnp.max(counts), plan.gather_slots
-    if mode == "never":
-        return jnp.minimum(most, room)
-    flow = ring_flow(counts, room)
-    passed = jnp.max(counts - flow + jnp.roll(flow, 1))
-    return jnp.stack([most, passed, jnp.asarray(room, jnp.int32), even_share(counts)])[branch]
+    return Balanced(joined, error, unsent, words)
 
 
 def even_share(counts: jax.Array) -> jax.Array:
@@ -293,10 +269,12 @@ def _join(
     )
 
 
-def _result(moved: PaddedCOO, entries: PaddedCOO, codec: Codec, axis: AxisName) -> _Moved:
-    """A result without an error, typed like the result of any other branch."""
+def _result(
+    moved: PaddedCOO, entries: PaddedCOO, codec: Codec, axis: AxisName
+) -> tuple[PaddedCOO, jax.Array | None, jax.Array]:
+    """The result of a branch without an error, typed like the result of any other branch."""
     unsent = jnp.zeros((), jnp.int32)
     if codec.exact:
-        return _Moved(moved, None, unsent)
+        return moved, None, unsent
     error, unsent = _compat.to_varying((jnp.zeros_like(entries.values), unsent), axis)
-    return _Moved(moved, error, unsent)
+    return moved, error, unsent

@@ -27,7 +27,6 @@ def ok_topk(
     messages_in_flight: int = 4,
     regions: str = _plan.REGIONS,
     balance: str = "auto",
-    sizes: int = 1,
     paper: bool | str = False,
     codec: Codec | None = None,
 ) -> SparseAllreduce:
@@ -82,10 +81,6 @@ def ok_topk(
         ``'never'``: entries that do not fit a worker's slots of the allgather are not
         delivered, count as overflow of that worker, and stay with all who
         contributed; which entries these are changes from step to step.
-      sizes: the number of sizes that the messages of a step may have. With several, a step takes
-        the shortest with room, from the even share k / P up to ``slack``. For the split the workers
-        first exchange the size of their largest block (a word each, and a latency); for the
-        allgather they have it already. The program holds both exchanges once for each size.
       paper: reproduces the published algorithm. ``True``: Algorithm 1 as published. The
         global threshold is reused unchanged for tau' steps, and everything that reaches it
         is delivered. The regions are the paper's, and are cut again every tau steps only. Balancing
@@ -132,7 +127,6 @@ def ok_topk(
     messages_in_flight = _validation.check_positive_int("messages_in_flight", messages_in_flight)
     regions = _validation.check_choice("regions", regions, ("hashed", "balanced", "equal"))
     balance = _validation.check_choice("balance", balance, ("auto", "always", "never"))
-    sizes = _validation.check_positive_int("sizes", sizes)
     chosen_codec = wire.raw() if codec is None else codec
     paper = _validation.check_choice("paper", paper, (False, True, _state.CORRECTED))
     if paper:
@@ -170,7 +164,6 @@ def ok_topk(
             regions=regions,
             slack=share_slack,
             selected=coo.capacity,
-            sizes=sizes,
             windows=regions == "hashed"
             and global_period == 1
             and balance in ("auto", "never")
@@ -206,7 +199,7 @@ def ok_topk(
                 axis=axis,
                 codec=codec,
                 seed=_reduce.seed(state.count, 0, me),
-                exchanges=exchanges.split,
+                exchange=exchanges.split,
                 owned_slots=plan.owned_slots,
                 schedule=schedule,
                 messages_in_flight=messages_in_flight,
@@ -241,11 +234,10 @@ def ok_topk(
             gathered = _exchanges.gather(
                 delivery.entries,
                 delivery.held,
-                delivery.most,
                 axis=axis,
                 codec=last,
                 seed=_reduce.seed(state.count, 2, me),
-                exchanges=exchanges.gather,
+                exchange=exchanges.gather,
             )
 
         # Line 14: entries that were sent and are in the total are delivered, the rest is kept.
@@ -301,7 +293,6 @@ def ok_topk(
             messages_in_flight=messages_in_flight,
             regions=regions,
             balance=balance,
-            sizes=sizes,
             paper=paper,
             codec=chosen_codec,
         ),

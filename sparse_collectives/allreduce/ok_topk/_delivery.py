@@ -55,7 +55,6 @@ class Delivery(NamedTuple):
     Attributes:
       entries: entries of this worker after the balancing, ``plan.gather_slots`` slots.
       held: ``i32[]``, the number of these.
-      most: ``i32[]``, the largest number of entries of a worker.
       delivered: ``i32[]``, the number of entries of all workers.
       threshold_bits: ``i32[]``, the bits of the global threshold.
       passed: ``i32[]``, entries of all workers that reach it.
@@ -68,7 +67,6 @@ class Delivery(NamedTuple):
 
     entries: PaddedCOO
     held: jax.Array
-    most: jax.Array
     delivered: jax.Array
     threshold_bits: jax.Array
     passed: jax.Array
@@ -142,7 +140,6 @@ def _at_once(
         entries=kept,
         held=held,
         delivered=jnp.sum(seen.quota, dtype=jnp.int32),
-        most=jnp.max(seen.quota),
         threshold_bits=seen.threshold_bits,
         passed=jnp.sum(seen.quota, dtype=jnp.int32),
         overflow=seen.overflow,
@@ -199,7 +196,6 @@ def _by_rounds(
         entries=balanced.entries,
         held=balanced.entries.count(),
         delivered=jnp.sum(stays, dtype=jnp.int32),
-        most=balanced.most,
         threshold_bits=threshold_bits,
         passed=selection.passed,
         overflow=selection.overflow,

@@ -6,14 +6,11 @@ of their worker. Section 3.1.2, the last exchange: all workers gather the select
 owners.
 
 Deviation: the messages of the paper have the size of their contents, which is the lower end of its
-Table 1. A program's messages have static sizes. It holds an exchange for each of a few sizes, of
-which a step takes the shortest that is enough. All workers choose the same one, by counts that all
-of them have.
+Table 1. A program's messages have static sizes.
 """
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +22,6 @@ from sparse_collectives._types import AxisName, Codec
 from sparse_collectives.allreduce._shared import _messages
 from sparse_collectives.allreduce._shared._merge import Blocks, reduce_blocks
 from sparse_collectives.allreduce.ok_topk._plan import Collective
-from sparse_collectives.transport import _dispatch
 
 
 class Reduced(NamedTuple):
@@ -88,7 +84,7 @@ def split_and_reduce(
     axis: AxisName,
     codec: Codec,
     seed: jax.Array,
-    exchanges: Sequence[Collective],
+    exchange: Collective,
     owned_slots: int,
     schedule: str,
     messages_in_flight: int,
@@ -97,12 +93,11 @@ def split_and_reduce(
 
     Args:
       coo: this worker's selection.
-      cut: makes one block for each owner, with the slots of the last of ``exchanges``.
+      cut: makes one block for each owner, with the slots of ``exchange``.
       axis: the workers.
       codec: how a block is encoded.
       seed: ``u32[]``, for the codec.
-      exchanges: one for each size that the messages may have, ascending. With several, the workers
-        exchange the sizes that their largest blocks need, and take the shortest that is enough.
+      exchange: the message.
       owned_slots: slots of the result.
       schedule: see :func:`send_blocks`.
       messages_in_flight: see :func:`send_blocks`.
@@ -118,47 +113,33 @@ def split_and_reduce(
     # A worker's own block takes no part in the exchange, so nothing is rounded.
     own = jax.tree.map(lambda rows: lax.dynamic_slice_in_dim(rows, me, 1), blocks.coo)
 
-    def through(exchange: Collective):
-        rows = jax.tree.map(lambda x: x[:, : exchange.slots], blocks.coo)
-        encoded = codec.encode(rows, seed)
-        buckets = send_blocks(
-            encoded.message, axis, schedule=schedule, messages_in_flight=messages_in_flight
-        )
-        entries = own
-        for bucket in buckets:
-            # A bucket is added when it has arrived. The sums are made in the order of the rows, so
-            # they have the same bits in however many buckets the rows come.
-            parts = [entries, codec.decode(bucket, size, dtype)]
-            entries = reduce_blocks(parts, size, jnp.float32, owned_slots)
-            entries = jax.tree.map(lambda x: x[None], entries)
-        entries = _data.widen(entries, owned_slots)
-        room = ((0, 0), (0, blocks.source.shape[1] - exchange.slots))
-        error = None
-        if not codec.exact:
-            error = jnp.pad(jnp.where(is_own, 0, encoded.error), room)
-        return entries, jnp.pad(encoded.sent, room), error
-
+    encoded = codec.encode(blocks.coo, seed)
+    buckets = send_blocks(
+        encoded.message, axis, schedule=schedule, messages_in_flight=messages_in_flight
+    )
+    entries = own
+    for bucket in buckets:
+        # A bucket is added when it has arrived. The sums are made in the order of the rows, so
+        # they have the same bits in however many buckets the rows come.
+        parts = [entries, codec.decode(bucket, size, dtype)]
+        entries = reduce_blocks(parts, size, jnp.float32, owned_slots)
+        entries = jax.tree.map(lambda x: x[None], entries)
+    entries = _data.widen(entries, owned_slots)
     occupied = blocks.source < coo.capacity
-    which = jnp.zeros((), jnp.int32)
-    if len(exchanges) > 1:
-        largest = jnp.max(jnp.where(is_own[:, 0], 0, blocks.filled))
-        most = jnp.max(transport.all_gather(largest, axis))
-        # A rotation consists of ppermutes, in which all devices of a mesh meet.
-        which = shortest(most, exchanges, lambda fit: transport.holds_on_mesh(fit, axis))
-    (entries, there, error), words_of = run(which, exchanges, through, workers)
     # With an exact codec all entries of a block are sent, and not counted again.
-    filled = blocks.filled if codec.exact else jnp.sum(there, axis=1, dtype=jnp.int32)
-    words = words_of(jnp.sum(filled, dtype=jnp.int32) - filled[me])
-    if len(exchanges) > 1:
-        told = _messages.words_in_full(_dispatch.words_of_all_gather(1, workers))
-        words = _messages.words_in_all(words, told)
+    filled = blocks.filled if codec.exact else jnp.sum(encoded.sent, axis=1, dtype=jnp.int32)
+    words = _messages.words_of_pairs(
+        exchange.received(workers),
+        jnp.sum(filled, dtype=jnp.int32) - filled[me],
+        exchange.slots_sent(workers),
+    )
     entries = PaddedCOO(entries.values[0].astype(dtype), entries.indices[0], size)
-    sent, given = blocks.sent, blocks.filled
+    sent, given, error = blocks.sent, blocks.filled, None
     if not codec.exact:
-        rows = occupied & (there | is_own)
+        rows = occupied & (encoded.sent | is_own)
         given = jnp.sum(rows, axis=1, dtype=jnp.int32)
         sent = _to_slots(rows, blocks.source, coo.capacity)
-        error = _to_slots(error, blocks.source, coo.capacity)
+        error = _to_slots(jnp.where(is_own, 0, encoded.error), blocks.source, coo.capacity)
     overflow = jnp.sum(blocks.counts - given, dtype=jnp.int32)
     return Reduced(entries, sent, overflow, error, words)
 
@@ -189,84 +170,31 @@ class Gathered(NamedTuple):
 def gather(
     entries: PaddedCOO,
     held: jax.Array,
-    most: jax.Array,
     *,
     axis: AxisName,
     codec: Codec,
     seed: jax.Array,
-    exchanges: Sequence[Collective],
+    exchange: Collective,
 ) -> Gathered:
     """The allgather. A worker takes its own entries from it as well.
 
     Args:
       entries: the entries of this worker, packed to the front.
       held: ``i32[]``, the number of these.
-      most: ``i32[]``, the largest number of entries of a worker; all workers have it.
       axis: the workers.
       codec: how a message is encoded.
       seed: ``u32[]``, for the codec.
-      exchanges: one for each size that a message may have, ascending; the shortest that has room
-        for all workers' entries is chosen.
+      exchange: the message.
     """
-    slots, size, dtype = entries.capacity, entries.size, entries.values.dtype
-
-    def decoded(exchange: Collective) -> PaddedCOO:
-        mine = jax.tree.map(lambda x: x[: exchange.slots], entries)
-        return codec.decode(codec.encode(mine, seed).message, size, dtype)
-
-    # A codec may decode more slots than it encodes: its escapes become padding.
-    width = max(jax.eval_shape(functools.partial(decoded, each)).capacity for each in exchanges)
-
-    def through(exchange: Collective):
-        mine = jax.tree.map(lambda x: x[: exchange.slots], entries)
-        encoded = codec.encode(mine, seed)
-        everyone = codec.decode(transport.all_gather(encoded.message, axis), size, dtype)
-        everyone = _data.widen(everyone, width)
-        total = PaddedCOO(everyone.values.reshape(-1), everyone.indices.reshape(-1), size)
-        if codec.exact:
-            return total, jnp.zeros((), jnp.int32), None
-        return (
-            total,
-            _messages.unsent_count(mine, encoded),
-            jnp.pad(encoded.error, (0, slots - exchange.slots)),
-        )
-
-    which = shortest(most, exchanges)
-    found, words = run(which, exchanges, through, transport.axis_size(axis))
-    total, unsent, error = found
-    return Gathered(total, error, unsent, words(held - unsent))
-
-
-def shortest(
-    most: jax.Array,
-    exchanges: Sequence[Collective],
-    agreed: Callable[[jax.Array], jax.Array] = lambda fit: fit,
-) -> jax.Array:
-    """The number of the first exchange with room for ``most`` entries, or of the last, ``i32[]``.
-
-    Args:
-      most: ``i32[]``, equal on all workers.
-      exchanges: in the order of their sizes, ascending.
-      agreed: maps flags to whether each holds for all workers that take part in the exchange.
-    """
-    smaller = jnp.asarray([each.slots for each in exchanges[:-1]], jnp.int32)
-    return jnp.sum(~agreed(most <= smaller), dtype=jnp.int32)
-
-
-def run(
-    which: jax.Array,
-    exchanges: Sequence[Collective],
-    through: Callable[[Collective], Any],
-    workers: int,
-) -> tuple[Any, Callable[[jax.Array], _messages.Words]]:
-    """``through`` the exchange ``which``, and a function from the entries sent to its words."""
-    result = lax.switch(which, [lambda each=each: through(each) for each in exchanges])
-
-    def words(entries: jax.Array) -> _messages.Words:
-        of_each = [
-            _messages.words_of_pairs(each.received(workers), entries, each.slots_sent(workers))
-            for each in exchanges
-        ]
-        return jax.tree.map(lambda *x: jnp.stack(x)[which], *of_each)
-
-    return result, words
+    encoded = codec.encode(entries, seed)
+    gathered = transport.all_gather(encoded.message, axis)
+    everyone = codec.decode(gathered, entries.size, entries.values.dtype)
+    total = PaddedCOO(everyone.values.reshape(-1), everyone.indices.reshape(-1), entries.size)
+    unsent, error = jnp.zeros((), jnp.int32), None
+    if not codec.exact:
+        unsent, error = _messages.unsent_count(entries, encoded), encoded.error
+    workers = transport.axis_size(axis)
+    words = _messages.words_of_pairs(
+        exchange.received(workers), held - unsent, exchange.slots_sent(workers)
+    )
+    return Gathered(total, error, unsent, words)

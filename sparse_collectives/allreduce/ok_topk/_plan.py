@@ -52,9 +52,6 @@ class Plan(NamedTuple):
       ``neighbour_slots``: slots of the message to the right neighbor that balances.
       spread_slots: slots of a block of the all_to_all that deals out a surplus.
       rank_slots: slots of a block of the all_to_all of everything, ceil(k / P).
-      split_sizes: the slots that the blocks of a step may have, ascending up to ``split_slots``;
-        a step takes the fewest that are enough.
-      gather_sizes: the same for the allgather.
       window_ranks: the first and the last rank of the sums of a worker that it shows to find the
         global threshold. Both 0: none.
     """
@@ -69,8 +66,6 @@ class Plan(NamedTuple):
     neighbour_slots: int
     spread_slots: int
     rank_slots: int
-    split_sizes: tuple[int, ...]
-    gather_sizes: tuple[int, ...]
     window_ranks: tuple[int, int] = (0, 0)
 
     @property
@@ -87,7 +82,6 @@ def make_plan(
     regions: str = REGIONS,
     slack: float | None = None,
     selected: int | None = None,
-    sizes: int = 1,
     windows: bool = False,
 ) -> Plan:
     """Slots for k of n entries over P workers.
@@ -99,7 +93,6 @@ def make_plan(
       regions: as for :func:`sparse_collectives.allreduce.ok_topk`.
       slack: likewise.
       selected: slots of a worker's selection; None: k.
-      sizes: as for :func:`sparse_collectives.allreduce.ok_topk`.
       windows: whether windows are used to find the global threshold, if they are short.
     """
     selected = k if selected is None else selected
@@ -128,8 +121,6 @@ def make_plan(
         neighbour_slots=min(gather, max(1, neighbour)),
         spread_slots=max(1, rank // 4),
         rank_slots=rank,
-        split_sizes=_sizes(math.ceil(min(k, selected) / workers), split, sizes),
-        gather_sizes=_sizes(rank, gather, sizes),
         window_ranks=_window(k, workers, region) if windows else (0, 0),
     )
 
@@ -142,14 +133,6 @@ def _window(k: int, workers: int, region: int) -> tuple[int, int]:
     words = workers * (last - first)
     worth = workers > 1 and words <= max(_MAX_HISTOGRAM_SHARE * k, _WINDOW_WORDS)
     return (first, last) if worth else (0, 0)
-
-
-def _sizes(even: int, most: int, count: int) -> tuple[int, ...]:
-    """Up to ``count`` sizes, ascending: ``even``, and up to ``most`` others, each twice as far."""
-    if count == 1 or even >= most:
-        return (most,)
-    rest = most - even
-    return tuple(sorted({even, *(even + -(-rest // 2**halvings) for halvings in range(count - 1))}))
 
 
 def _message_slots(k: int, most: int, workers: int, regions: str, slack: float | None) -> float:
@@ -217,24 +200,24 @@ class Collectives(NamedTuple):
 
     Attributes:
       consensus: the agreement on the regions, once in a period.
-      split: the split and reduce, one for each of ``Plan.split_sizes``.
+      split: the split and reduce.
       window: the global selection with windows, if it uses them; otherwise, or if they
         fail, the next two.
       threshold: the histograms of the global threshold.
       counts: the counts of the global selection.
       balance: the balancing, one for each of :data:`BRANCHES`; None moves nothing.
-      gather: the allgather of the result, one for each of ``Plan.gather_sizes``.
+      gather: the allgather of the result.
       published: the allgather of all sums, line 10 of Algorithm 1. It is never made, but the mode
         ``'paper'`` counts its words; otherwise None.
     """
 
     consensus: Collective
-    split: tuple[Collective, ...]
+    split: Collective
     window: Collective | None
     threshold: tuple[Collective, ...]
     counts: Collective
     balance: tuple[Collective | None, ...]
-    gather: tuple[Collective, ...]
+    gather: Collective
     published: Collective | None = None
 
 
@@ -273,14 +256,11 @@ def exchanges(
     return Collectives(
         # Quotients and remainders of the P - 1 inner boundaries.
         consensus=Collective("psum", 2 * (plan.workers - 1)),
-        split=tuple(
-            Collective("all_to_all", pair_words(slots, plan.region), slots)
-            for slots in plan.split_sizes
-        ),
+        split=Collective("all_to_all", pair_words(plan.split_slots, plan.region), plan.split_slots),
         window=Collective("all_gather", plan.window + _WINDOW_COUNTS) if plan.window else None,
         threshold=tuple(Collective("psum", 1 << width) for _, width in digits(plan.k)),
         counts=Collective("all_gather", _COUNTS),
         balance=branches[balance],
-        gather=tuple(pairs("all_gather", slots) for slots in plan.gather_sizes),
+        gather=pairs("all_gather", plan.gather_slots),
         published=pairs("all_gather", plan.owned_slots) if balance == "paper" else None,
     )

@@ -9,7 +9,6 @@ from sparse_collectives.allreduce.published._dsar_split_allgather import (
     dsar_split_allgather,
 )
 from sparse_collectives.allreduce.published._gtopk import gtopk
-from sparse_collectives.allreduce.published._leader import leader
 from sparse_collectives.allreduce.published._ring_sparse import ring_sparse
 from sparse_collectives.allreduce.published._sparse_allgather import (
     sparse_allgather,
@@ -26,7 +25,6 @@ __all__ = [
     "dense_bucketed",
     "dsar_split_allgather",
     "gtopk",
-    "leader",
     "ring_sparse",
     "sparse_allgather",
     "ssar_recursive_double",

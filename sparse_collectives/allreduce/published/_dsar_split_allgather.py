@@ -23,7 +23,6 @@ from sparse_collectives.transport import _dispatch
 def dsar_split_allgather(
     *,
     slack: float = 1.25,
-    sparse_sizes: int = 3,
     codec: Codec | None = None,
     dense_codec: Codec | None = None,
 ) -> SparseAllreduce:
@@ -39,7 +38,7 @@ def dsar_split_allgather(
 
     Deviation: a message has a fixed number of slots, so one sparse form would always
     cost as much as the dense one. There are several, each with half the slots of the one
-    before, and the shortest that fits is taken.
+    before, and the shortest that fits is taken: up to three.
 
     Cost in the alpha-beta model, in words of ``raw``: ``2 slack c (P-1)/P`` words
     received in the split and P - 1 for the counts; then ``n (P-1)/P`` in the dense
@@ -49,7 +48,6 @@ def dsar_split_allgather(
       slack: slots of a block of the split as a multiple of its share c / P, at least
         1; from P on, or with ``math.inf``, there is room for everything. Entries that find
         no slot stay with their worker, and which ones changes from step to step.
-      sparse_sizes: the largest number of sparse forms.
       codec: encoding of value-index pairs, exact by default.
       dense_codec: encoding of dense regions, by default ``codec``. An owner keeps
         the rounding errors of its sums.
@@ -66,7 +64,6 @@ def dsar_split_allgather(
       Learning <https://doi.org/10.1145/3295500.3356222>`_, SC 2019.
     """
     slack = _validation.check_number("slack", slack, 1.0, math.inf)
-    sparse_sizes = _validation.check_positive_int("sparse_sizes", sparse_sizes)
     codec = wire.raw() if codec is None else codec
     dense_codec = codec if dense_codec is None else dense_codec
     exact = codec.exact and dense_codec.exact
@@ -124,7 +121,6 @@ def dsar_split_allgather(
         ladder = _slots.sparse_forms(
             reduced.capacity,
             coo.capacity // workers,
-            sparse_sizes,
             lambda slots: words_of(slots) <= dense_words,
         )
         forms = [sparse(slots) for slots in ladder]
@@ -172,7 +168,6 @@ def dsar_split_allgather(
         spec=Spec.of(
             "dsar_split_allgather",
             slack=slack,
-            sparse_sizes=sparse_sizes,
             codec=codec,
             dense_codec=dense_codec,
         ),

@@ -23,7 +23,9 @@ from sparse_collectives._types import Selector
 from sparse_collectives.select._shared import _statistics, _thresholds
 
 _DISTRIBUTIONS = ("exponential", "gamma", "pareto")
-_STAGE_DENSITY = 0.25
+_STAGE_DENSITY, _MOST_STAGES = 0.25, 8
+# The share of k by which the average count may be off.
+_TOLERANCE = 0.2
 
 
 class SIDCoState(NamedTuple):
@@ -45,8 +47,6 @@ def sidco(
     *,
     distribution: str = "exponential",
     period: int = 5,
-    tolerance: float = 0.2,
-    max_stages: int = 8,
     headroom: float = 0.25,
 ) -> Selector:
     r"""Selects by the threshold of a distribution fitted in stages.
@@ -69,12 +69,8 @@ def sidco(
         stage, with generalized Pareto in the later ones; or ``'pareto'``, generalized
         Pareto in all stages.
       period: steps over which the count is averaged before the number of stages
-        may change (5 in the paper).
-      tolerance: the share of k by which the average may be off (0.2 in the
-        paper). If the average is higher, the next period has one stage fewer; if
-        it is lower, one more. ``math.inf`` keeps one stage.
-      max_stages: the largest number of stages. There are never so many that the
-        last one would have a density of 1 or more.
+        may change (5 in the paper). If the average is off by more than 20 %, as in the paper, the
+        next period has one stage fewer, or one more; there are eight at most.
       headroom: slots beyond k, as a share of k. Entries that pass the threshold
         but find no slot stay with the caller. Which entries these are changes
         from step to step, so each of them is sent eventually.
@@ -107,8 +103,6 @@ def sidco(
     density = _validation.check_density(density)
     distribution = _validation.check_choice("distribution", distribution, _DISTRIBUTIONS)
     period = _validation.check_positive_int("period", period)
-    tolerance = _validation.check_number("tolerance", tolerance, 0.0, math.inf)
-    max_stages = _validation.check_positive_int("max_stages", max_stages)
     headroom = _validation.check_number("headroom", headroom, 0.0, math.inf)
 
     def init(size: int | Layout) -> SIDCoState:
@@ -131,7 +125,7 @@ def sidco(
             turn=state.count,
         )
         passed = info.selected + info.overflow
-        state = _adapt(state, passed, k, period, tolerance, min(max_stages, _most_stages(k, size)))
+        state = _adapt(state, passed, k, period, _most_stages(k, size))
         return coo, state, info
 
     return Selector(
@@ -142,8 +136,6 @@ def sidco(
             density=density,
             distribution=distribution,
             period=period,
-            tolerance=tolerance,
-            max_stages=max_stages,
             headroom=headroom,
         ),
     )
@@ -151,18 +143,17 @@ def sidco(
 
 def _most_stages(k: int, size: int) -> int:
     """The number of stages that still leaves the last one a density of at most 1."""
-    return max(1, math.ceil(math.log(k / size) / math.log(_STAGE_DENSITY)))
+    wanted = math.ceil(math.log(k / size) / math.log(_STAGE_DENSITY))
+    return min(_MOST_STAGES, max(1, wanted))
 
 
-def _adapt(
-    state: SIDCoState, count: jax.Array, k: int, period: int, tolerance: float, most: int
-) -> SIDCoState:
+def _adapt(state: SIDCoState, count: jax.Array, k: int, period: int, most: int) -> SIDCoState:
     """One stage more or less if the average count of a period is off."""
     passed = state.passed + count.astype(jnp.float32)
     due = (state.count + 1) % period == 0
     ratio = passed / period / k
     one = jnp.ones_like(state.stages)
-    change = jnp.where(ratio > 1 + tolerance, -one, jnp.where(ratio < 1 - tolerance, one, 0))
+    change = jnp.where(ratio > 1 + _TOLERANCE, -one, jnp.where(ratio < 1 - _TOLERANCE, one, 0))
     stages = jnp.clip(state.stages + jnp.where(due, change, 0), 1, most)
     return SIDCoState(state.count + 1, stages, jnp.where(due, 0.0, passed))
 
