@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import sparse_collectives as sc
-from sparse_collectives.allreduce._shared import _hashed
+from sparse_collectives.allreduce._parts import _hashed
 
 IMAGES = Path(__file__).resolve().parents[1] / "images"
 WORKERS, SIZE, DENSITY = 4, 16, 0.25

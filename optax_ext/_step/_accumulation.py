@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_collectives import AxisName, Spec, _compat, _hash, _validation, transport
-from sparse_collectives._coo import all_below
+from sparse_collectives._sparse_ops import all_below
 
 DTYPES = ("float32", "bfloat16")
 

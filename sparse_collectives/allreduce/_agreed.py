@@ -8,14 +8,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_collectives import _validation, transport
-from sparse_collectives._coo import _compaction
-from sparse_collectives._coo._running import running_sum
 from sparse_collectives._data import PaddedCOO
 from sparse_collectives._platform import once
+from sparse_collectives._sparse_ops import _bits, _compaction
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, SparseAllreduce
-from sparse_collectives.allreduce._shared import _messages, _partitions, _reduce, _replicas, _sums
-from sparse_collectives.allreduce._shared._reduce import StepState
+from sparse_collectives.allreduce._parts import _messages, _partitions, _reduce, _replicas, _sums
+from sparse_collectives.allreduce._parts._reduce import StepState
 from sparse_collectives.transport import _dispatch
 
 EXACT = 32
@@ -205,7 +204,7 @@ def _in_my_partition(
 
     def moved(values: jax.Array, local: jax.Array) -> tuple[jax.Array, jax.Array]:
         inside = local < width
-        slot = jnp.where(inside, running_sum(inside) - 1, coo.capacity)
+        slot = jnp.where(inside, _bits.running_sum(inside) - 1, coo.capacity)
         return (
             jnp.zeros_like(values).at[slot].set(values, mode="drop"),
             jnp.full_like(local, width).at[slot].set(local, mode="drop"),

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 
 from sparse_collectives import transport
-from sparse_collectives._coo import _bits, _compaction
 from sparse_collectives._data import PaddedCOO
+from sparse_collectives._sparse_ops import _bits, _compaction
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, SparseAllreduce, State
-from sparse_collectives.allreduce._shared import _sums
+from sparse_collectives.allreduce._parts import _sums
 
 
 def complete(inner: SparseAllreduce) -> SparseAllreduce:

@@ -4,7 +4,7 @@ from sparse_collectives import transport
 from sparse_collectives._data import PaddedCOO
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, SparseAllreduce
-from sparse_collectives.allreduce._shared import _messages, _reduce
+from sparse_collectives.allreduce._parts import _messages, _reduce
 from sparse_collectives.transport import _dispatch
 
 

@@ -9,8 +9,8 @@ from sparse_collectives import _hash, _validation, transport
 from sparse_collectives._data import PaddedCOO
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, SparseAllreduce, State
-from sparse_collectives.allreduce._shared import _messages, _reduce, _sums
-from sparse_collectives.allreduce._shared._reduce import StepState
+from sparse_collectives.allreduce._parts import _messages, _reduce, _sums
+from sparse_collectives.allreduce._parts._reduce import StepState
 
 
 def shared_random(density: float, *, seed: int = 0) -> SparseAllreduce:

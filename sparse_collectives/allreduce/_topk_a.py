@@ -8,8 +8,8 @@ from sparse_collectives import transport, wire
 from sparse_collectives._data import PaddedCOO, sum_dtype
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, Codec, SparseAllreduce
-from sparse_collectives.allreduce._shared import _messages, _reduce, _replicas
-from sparse_collectives.allreduce._shared._reduce import StepState
+from sparse_collectives.allreduce._parts import _messages, _reduce, _replicas
+from sparse_collectives.allreduce._parts._reduce import StepState
 from sparse_collectives.transport import _dispatch
 
 

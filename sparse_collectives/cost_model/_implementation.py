@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable
 
 from sparse_collectives.allreduce import _agreed
-from sparse_collectives.allreduce._shared import _halving, _slots, _sums
-from sparse_collectives.allreduce.ok_topk import _plan
+from sparse_collectives.allreduce._ok_topk import _plan
+from sparse_collectives.allreduce._parts import _halving, _slots, _sums
 from sparse_collectives.cost_model._codecs import MessageSizes, codec_sizes
 from sparse_collectives.cost_model._fill_in import expected_union
 from sparse_collectives.cost_model._types import Cost, Estimate, Workload, certain, log2_rounds

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from sparse_collectives import _validation
-from sparse_collectives._coo import _bits, _compaction
 from sparse_collectives._data import Layout, as_layout
+from sparse_collectives._sparse_ops import _bits, _compaction
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import SelectInfo, Selector
-from sparse_collectives.select._shared import _rows
+from sparse_collectives.select import _rows
 
 
 def bucketed(density: float, *, bucket: int = 512) -> Selector:

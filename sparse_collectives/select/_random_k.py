@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from sparse_collectives import _hash, _validation, transport
-from sparse_collectives._coo import _bits, _bitset, _compaction
 from sparse_collectives._data import Layout, PaddedCOO, as_layout
+from sparse_collectives._sparse_ops import _bits, _bitset, _compaction
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, SelectInfo, Selector
 

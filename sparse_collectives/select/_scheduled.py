@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparse_collectives import _validation
-from sparse_collectives._coo import _bits, _compaction, _kth_magnitude
 from sparse_collectives._data import Layout, PaddedCOO
+from sparse_collectives._sparse_ops import _bits, _compaction, _kth_magnitude
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import SelectInfo, Selector, State
 from sparse_collectives.select._density import DensitySchedule

@@ -12,7 +12,7 @@ from sparse_collectives import _validation
 from sparse_collectives._data import Layout, as_layout
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import Selector
-from sparse_collectives.select._shared import _thresholds
+from sparse_collectives.select import _thresholds
 
 
 def threshold(*, magnitude: float, density: float) -> Selector:

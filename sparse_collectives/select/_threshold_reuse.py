@@ -13,7 +13,7 @@ measured from pairs of thresholds and counts. A step whose count is off is count
 again before anything is selected.
 
 The program that the paper links to also has a feedback controller, with fixed
-factors: see :mod:`sparse_collectives.select._shared._thresholds`.
+factors: see :mod:`sparse_collectives.select._thresholds`.
 """
 
 import math
@@ -24,12 +24,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_collectives import _compat, _validation
-from sparse_collectives._coo import _bits, _compaction
-from sparse_collectives._coo._kth_magnitude import kth_magnitude_bits
 from sparse_collectives._data import Layout, as_layout
+from sparse_collectives._sparse_ops import _bits, _compaction
+from sparse_collectives._sparse_ops._kth_magnitude import kth_magnitude_bits
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import SelectInfo, Selector
-from sparse_collectives.select._shared import _thresholds
+from sparse_collectives.select import _thresholds
 
 _MAX_RECOUNTS = 4
 _STEEPEST = 100.0

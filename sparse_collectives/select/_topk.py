@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_collectives import _compat, _validation
-from sparse_collectives._coo import _bits, _compaction, _kth_magnitude
 from sparse_collectives._data import Layout, PaddedCOO, as_layout
+from sparse_collectives._sparse_ops import _bits, _compaction, _kth_magnitude
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import SelectInfo, Selector
 

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives._coo import _bits
+from sparse_collectives._sparse_ops import _bits
 from sparse_collectives.wire import _values
 
 # Codes: 0 for zero, 1 to 126 for the levels, 127 for a value that is not finite.

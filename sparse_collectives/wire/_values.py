@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparse_collectives._coo import _bits
+from sparse_collectives._sparse_ops import _bits
 
 TINY_BITS = (127 - 100) << 23
 _QUIET_BIT = 0x0040

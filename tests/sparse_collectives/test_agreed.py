@@ -14,7 +14,7 @@ import pytest
 
 import sparse_collectives as sc
 from sparse_collectives.allreduce import _agreed
-from sparse_collectives.allreduce._shared import _partitions, _reduce, _sums
+from sparse_collectives.allreduce._parts import _partitions, _reduce, _sums
 from sparse_collectives.cost_model import Workload, predict
 from tests.reference import agreed as reference
 from tests.sparse_collectives.helpers import completed, run_once, slow, slow_rows

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import sparse_collectives as sc
 from sparse_collectives import cost_model, traffic
-from sparse_collectives.allreduce._shared import _halving
+from sparse_collectives.allreduce._parts import _halving
 from sparse_collectives.cost_model import Workload, _implementation
 from sparse_collectives.cost_model._types import log2_rounds
 from tests.sparse_collectives import helpers, table

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import sparse_collectives as sc
-from sparse_collectives.allreduce._shared import _reduce
+from sparse_collectives.allreduce._parts import _reduce
 from tests.sparse_collectives import helpers, table
 
 LOSSY = helpers.lossy_codec()

@@ -9,8 +9,8 @@ import pytest
 
 import sparse_collectives as sc
 from sparse_collectives import _platform
-from sparse_collectives.allreduce._shared import _hashed
-from sparse_collectives.allreduce.ok_topk import _plan
+from sparse_collectives.allreduce._ok_topk import _plan
+from sparse_collectives.allreduce._parts import _hashed
 from tests.reference import ok_topk as oracle
 from tests.sparse_collectives import helpers
 

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 import sparse_collectives as sc
-from sparse_collectives.allreduce._shared import _hashed
-from sparse_collectives.allreduce.ok_topk import (
+from sparse_collectives.allreduce._ok_topk import (
     _balance,
     _exchanges,
     _global_selection,
     _plan,
     _state,
 )
+from sparse_collectives.allreduce._parts import _hashed
 
 # Regions.
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import sparse_collectives as sc
-from sparse_collectives.allreduce._shared import _hashed, _reduce
-from sparse_collectives.allreduce._shared._reduce import StepState
+from sparse_collectives.allreduce._parts import _hashed, _reduce
+from sparse_collectives.allreduce._parts._reduce import StepState
 from tests.reference import exchanges, windows
 from tests.sparse_collectives import helpers, table
 from tests.sparse_collectives.helpers import as_entries, slow_rows

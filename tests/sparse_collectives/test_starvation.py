@@ -24,8 +24,8 @@ import numpy as np
 import pytest
 
 import sparse_collectives as sc
-from sparse_collectives.allreduce._shared import _reduce
-from sparse_collectives.allreduce.ok_topk import _global_selection
+from sparse_collectives.allreduce._ok_topk import _global_selection
+from sparse_collectives.allreduce._parts import _reduce
 from sparse_collectives.wire import _gaps
 from tests.reference.windows import PERIODS, crowds, longest_run, longest_wait
 from tests.sparse_collectives import table

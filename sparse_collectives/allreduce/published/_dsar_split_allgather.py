@@ -10,7 +10,7 @@ from sparse_collectives import _data, _validation, transport, wire
 from sparse_collectives._data import PaddedCOO
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
-from sparse_collectives.allreduce._shared import (
+from sparse_collectives.allreduce._parts import (
     _equal_regions,
     _messages,
     _reduce,

@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 
 from sparse_collectives import _data, _validation, transport, wire
-from sparse_collectives._coo import _kth_magnitude
 from sparse_collectives._data import PaddedCOO
+from sparse_collectives._sparse_ops import _kth_magnitude
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, Codec, SparseAllreduce
-from sparse_collectives.allreduce._shared import _merge, _messages, _reduce, _replicas
-from sparse_collectives.allreduce._shared._reduce import StepState
+from sparse_collectives.allreduce._parts import _merge, _messages, _reduce, _replicas
+from sparse_collectives.allreduce._parts._reduce import StepState
 from sparse_collectives.transport import _dispatch
 
 

@@ -5,12 +5,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_collectives import _hash, transport, wire
-from sparse_collectives._coo import _bitset
 from sparse_collectives._data import PaddedCOO
+from sparse_collectives._sparse_ops import _bitset
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, Codec, SparseAllreduce
-from sparse_collectives.allreduce._shared import _messages, _reduce, _replicas
-from sparse_collectives.allreduce._shared._reduce import StepState
+from sparse_collectives.allreduce._parts import _messages, _reduce, _replicas
+from sparse_collectives.allreduce._parts._reduce import StepState
 from sparse_collectives.transport import _dispatch
 
 

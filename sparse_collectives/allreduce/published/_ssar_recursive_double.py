@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 
 from sparse_collectives import _compat, _data, _validation, transport, wire
-from sparse_collectives._coo import _compaction
 from sparse_collectives._data import PaddedCOO
+from sparse_collectives._sparse_ops import _compaction
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, Codec, SparseAllreduce
-from sparse_collectives.allreduce._shared import _messages, _reduce, _replicas, _stream
-from sparse_collectives.allreduce._shared._stream import Stream
+from sparse_collectives.allreduce._parts import _messages, _reduce, _replicas, _stream
+from sparse_collectives.allreduce._parts._stream import Stream
 from sparse_collectives.transport import _dispatch
 
 

@@ -5,11 +5,11 @@ import math
 import jax.numpy as jnp
 
 from sparse_collectives import _data, _validation, transport, wire
-from sparse_collectives._coo import _bitset, _compaction
 from sparse_collectives._data import PaddedCOO
+from sparse_collectives._sparse_ops import _bitset, _compaction
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, Codec, SparseAllreduce
-from sparse_collectives.allreduce._shared import (
+from sparse_collectives.allreduce._parts import (
     _equal_regions,
     _messages,
     _reduce,

@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from sparse_collectives import _validation
-from sparse_collectives._coo import _bits
 from sparse_collectives._data import Layout, as_layout
+from sparse_collectives._sparse_ops import _bits
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import SelectInfo, Selector
-from sparse_collectives.select._shared import _layers, _rows
+from sparse_collectives.select import _rows
+from sparse_collectives.select._layerwise import LayersState, init_layers, select_layers
 
 
 def adtopk(density: float, *, row_axis: int = -1) -> Selector:
@@ -65,7 +66,7 @@ def adtopk(density: float, *, row_axis: int = -1) -> Selector:
     density = _validation.check_density(density)
     row_axis = _validation.check_integer("row_axis", row_axis)
 
-    def init(size: int | Layout) -> _layers.LayersState:
+    def init(size: int | Layout) -> LayersState:
         layout = as_layout(size)
         for shape in layout.shapes:
             if len(shape) > 1 and not -len(shape) <= row_axis < len(shape):
@@ -73,16 +74,16 @@ def adtopk(density: float, *, row_axis: int = -1) -> Selector:
                     f"row_axis={row_axis} is not an axis of a layer of shape {shape}. Use -1 for "
                     "the last axis of every layer, or 0 for the first."
                 )
-        return _layers.init_layers(layout, lambda shape: ())
+        return init_layers(layout, lambda shape: ())
 
-    def select(acc: jax.Array, state: _layers.LayersState):
+    def select(acc: jax.Array, state: LayersState):
         def of_layer(layer, shape, state):
             places, info = rows_of_layer(layer, shape, density, row_axis)
             return places, state, info
 
         acc = _validation.as_vector("acc", acc)
         capacity = sum(count_of_layer(s, density, row_axis) for s in state.layout.shapes)
-        return _layers.select_layers(acc, state, of_layer, capacity)
+        return select_layers(acc, state, of_layer, capacity)
 
     return Selector(init, select, spec=Spec.of("adtopk", density=density, row_axis=row_axis))
 

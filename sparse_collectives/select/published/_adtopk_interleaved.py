@@ -10,8 +10,7 @@ from sparse_collectives import _compat, _data
 from sparse_collectives._data import Layout
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import Selector
-from sparse_collectives.select._layerwise import layerwise
-from sparse_collectives.select._shared import _layers
+from sparse_collectives.select._layerwise import LayersState, layerwise
 from sparse_collectives.select._topk import topk
 from sparse_collectives.select.published._adtopk import adtopk
 
@@ -26,8 +25,8 @@ class ADTopkInterleavedState(NamedTuple):
     """
 
     count: jax.Array
-    rows: _layers.LayersState
-    layers: _layers.LayersState
+    rows: LayersState
+    layers: LayersState
 
 
 def adtopk_interleaved(density: float, *, row_axis: int = -1) -> Selector:

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from sparse_collectives import _validation
-from sparse_collectives._coo import _bits, _compaction, _kth_magnitude
 from sparse_collectives._data import Layout, PaddedCOO, as_layout
+from sparse_collectives._sparse_ops import _bits, _compaction, _kth_magnitude
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import SelectInfo, Selector
 from sparse_collectives.select import _topk

@@ -16,11 +16,11 @@ from jax import lax
 from jax.scipy.special import gammaln
 
 from sparse_collectives import _validation
-from sparse_collectives._coo import _bits
 from sparse_collectives._data import Layout, as_layout
+from sparse_collectives._sparse_ops import _bits
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import Selector
-from sparse_collectives.select._shared import _statistics, _thresholds
+from sparse_collectives.select import _statistics, _thresholds
 
 _DISTRIBUTIONS = ("exponential", "gamma", "pareto")
 _STAGE_DENSITY, _MOST_STAGES = 0.25, 8
