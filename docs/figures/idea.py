@@ -72,7 +72,7 @@ def run(allreduce: sc.SparseAllreduce, owner_of: Any) -> Step:
         shown = allreduce.local_view(acc, state, axis="workers")
         coo, _, _ = selector.select(shown, selector.init(shown.size))
         coo = allreduce.to_global(coo, SIZE, state, axis="workers")
-        options = {"acc": acc} if allreduce.complete else {}
+        options = {"acc": acc} if allreduce.full_sums else {}
         total, undelivered, state, info = allreduce.reduce(coo, state, axis="workers", **options)
         assert isinstance(total, sc.PaddedCOO)
         selected = jnp.zeros(SIZE, bool).at[coo.indices].set(True, mode="drop")

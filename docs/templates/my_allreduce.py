@@ -102,4 +102,4 @@ def my_allreduce(*, density: float) -> sc.SparseAllreduce:
 
     # A worker keeps no entries that others sent, so its ``others`` are empty.
     spec = sc.Spec.of("my_allreduce", density=density)
-    return sc.SparseAllreduce(init, reduce, spec=spec, keeps_others=False)
+    return sc.SparseAllreduce(init, reduce, spec=spec, may_keep_partial_sums=False)

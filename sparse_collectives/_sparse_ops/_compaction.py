@@ -179,7 +179,7 @@ def bounded(coo: PaddedCOO, capacity: int, turn: jax.Array) -> tuple[PaddedCOO, 
     Args:
       coo: ascending, padding last, c slots.
       capacity: slots; with c or more everything fits, and nothing is computed.
-      turn: ``u32[]``, from :func:`._reduce.turn`; it varies from step to step which entries fit.
+      turn: ``u32[]``, from :func:`._hash.turn`; it varies from step to step which entries fit.
 
     Returns:
       Two PaddedCOOs, of ``min(c, capacity)`` and of ``max(0, c - capacity)`` slots.

@@ -3,8 +3,8 @@
 from sparse_collectives import transport
 from sparse_collectives._data import PaddedCOO
 from sparse_collectives._spec import Spec
-from sparse_collectives._types import AxisName, SparseAllreduce
-from sparse_collectives.allreduce._parts import _messages, _reduce
+from sparse_collectives._types import AxisName, ReduceInfo, SparseAllreduce, Undelivered
+from sparse_collectives.allreduce._parts import _frame
 from sparse_collectives.transport import _dispatch
 
 
@@ -18,12 +18,14 @@ def dense() -> SparseAllreduce:
       A :class:`SparseAllreduce` without state; its total is ``f[n]``.
     """
 
-    @_reduce.sums_in_range(float64=True)
+    @_frame.sums_in_range(float64=True)
     def reduce(coo: PaddedCOO, state: tuple[()], *, axis: AxisName):
         workers = transport.axis_size(axis)
         total = transport.psum(coo.to_dense(), axis)
         words = coo.size * coo.values.dtype.itemsize / 4
         words = _dispatch.words_of_all_reduce(words, workers)
-        return total, _messages.nothing(coo), state, _messages.info(total, words)
+        return total, Undelivered.of(coo), state, ReduceInfo.of(total, words)
 
-    return SparseAllreduce(_reduce.without_state, reduce, spec=Spec.of("dense"), keeps_others=False)
+    return SparseAllreduce(
+        _frame.without_state, reduce, spec=Spec.of("dense"), may_keep_partial_sums=False
+    )

@@ -149,10 +149,10 @@ def hierarchical(*, inner_axis: AxisName, outer: SparseAllreduce) -> SparseAllre
         shard_axis=_compat.axis_names(inner_axis),
         scatter=scatter,
         gather=gather,
-        complete=outer.complete,
+        full_sums=outer.full_sums,
         local_view=local_view,
         to_global=to_global,
-        keeps_others=outer.keeps_others,
+        may_keep_partial_sums=outer.may_keep_partial_sums,
     )
 
 

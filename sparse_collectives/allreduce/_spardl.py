@@ -3,21 +3,21 @@
 import jax
 import jax.numpy as jnp
 
-from sparse_collectives import _data, _validation, transport, wire
+from sparse_collectives import _data, _hash, _validation, transport, wire
 from sparse_collectives._data import PaddedCOO
 from sparse_collectives._sparse_ops import _kth_magnitude
 from sparse_collectives._spec import Spec
-from sparse_collectives._types import AxisName, Codec, SparseAllreduce
+from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
 from sparse_collectives.allreduce._parts import (
     _equal_regions,
+    _frame,
     _halving,
     _hashed,
     _merge,
     _messages,
-    _reduce,
     _slots,
 )
-from sparse_collectives.allreduce._parts._reduce import StepState
+from sparse_collectives.allreduce._parts._frame import StepState
 from sparse_collectives.transport import _dispatch
 
 
@@ -75,7 +75,7 @@ def spardl(density: float, *, codec: Codec | None = None) -> SparseAllreduce:
     density = _validation.check_density(density)
     chosen_codec = wire.raw() if codec is None else codec
 
-    @_reduce.sums_in_range(exact=chosen_codec.exact)
+    @_frame.sums_in_range(exact=chosen_codec.exact)
     def reduce(coo: PaddedCOO, state: StepState, *, axis: AxisName, indices_alone: bool = False):
         workers = transport.axis_size(axis)
         me = transport.axis_index(axis)
@@ -102,7 +102,7 @@ def spardl(density: float, *, codec: Codec | None = None) -> SparseAllreduce:
             owner = owners(rows, first)
             largest, cut_off = jax.vmap(lambda row: _kth_magnitude.keep_largest(row, slots))(rows)
             kept.extend((others, owner) for others in cut_off)
-            encoded = codec.encode(largest, _reduce.seed(state.count, stage, me))
+            encoded = codec.encode(largest, _hash.seed(state.count, stage, me))
             if not codec.exact:
                 kept.append((_messages.kept_by_sender(largest, encoded), owner))
             entries = jnp.sum(encoded.sent, dtype=jnp.int32)
@@ -110,7 +110,7 @@ def spardl(density: float, *, codec: Codec | None = None) -> SparseAllreduce:
             return encoded.message, filled, jnp.sum(largest.count(), dtype=jnp.int32) - entries
 
         # The blocks, beginning with this worker's own.
-        turn = _reduce.turn(state.count, 0)
+        turn = _hash.turn(state.count, 0)
         blocks = _hashed.split(coo, workers, plan.first, state.count, turn)
         order = (me + jnp.arange(workers, dtype=jnp.int32)) % workers
         held = jax.tree.map(lambda rows: rows[order], blocks.coo)
@@ -139,7 +139,7 @@ def spardl(density: float, *, codec: Codec | None = None) -> SparseAllreduce:
         words += _dispatch.words_of_all_gather(message.size, workers)
         total = at_indices([(everyone, owners(everyone, 0))])
 
-        info = _messages.info(
+        info = ReduceInfo.of(
             total,
             words,
             useful=useful + (workers - 1) * filled,
@@ -156,7 +156,7 @@ def spardl(density: float, *, codec: Codec | None = None) -> SparseAllreduce:
         return total.indices, state, info
 
     spec = Spec.of("spardl", density=density, codec=chosen_codec)
-    return SparseAllreduce(_reduce.init, reduce, spec=spec, choose=choose)
+    return SparseAllreduce(_frame.init, reduce, spec=spec, choose=choose)
 
 
 def _add(held: PaddedCOO, received: PaddedCOO, step: _halving.Round) -> PaddedCOO:

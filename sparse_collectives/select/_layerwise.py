@@ -71,7 +71,7 @@ def layerwise(selector: Selector) -> Selector:
     def init(size: int | Layout) -> LayersState:
         # Only the sizes matter, so layers of one size share a program.
         flat = Layout(tuple((length,) for length in as_layout(size).sizes))
-        return init_layers(flat, lambda shape: selector.init(math.prod(shape)), selector.apart)
+        return init_layers(flat, lambda shape: selector.init(math.prod(shape)), selector.fork)
 
     def select(acc: jax.Array, state: LayersState):
         def of_layer(layer, shape, state):
@@ -87,15 +87,15 @@ def layerwise(selector: Selector) -> Selector:
 def init_layers(
     layout: Layout,
     of_shape: Callable[[tuple[int, ...]], State],
-    apart: Callable[[State, jax.Array], State] | None = None,
+    fork: Callable[[State, jax.Array], State] | None = None,
 ) -> LayersState:
     """The states before the first step.
 
     Args:
       layout: the shapes of all layers.
       of_shape: returns the initial state of a layer of a shape.
-      apart: ``apart(state, i32[])`` returns the state of the layer with that number among the
-        layers of its shape, as :attr:`Selector.apart` does. None: all of them have the same.
+      fork: ``fork(state, i32[])`` returns the state of the layer with that number among the
+        layers of its shape, as :attr:`Selector.fork` does. None: all of them have the same.
     """
     states = []
     for shape, offsets in _same_shape(layout):
@@ -103,8 +103,8 @@ def init_layers(
         state = of_shape(shape)
         stack = lambda x, number=number: jnp.broadcast_to(x[None], (number, *x.shape))  # noqa: E731
         stacked = jax.tree.map(stack, state)
-        if apart is not None:
-            stacked = jax.vmap(apart)(stacked, jnp.arange(number, dtype=jnp.int32))
+        if fork is not None:
+            stacked = jax.vmap(fork)(stacked, jnp.arange(number, dtype=jnp.int32))
         states.append(stacked)
     return LayersState(tuple(states), layout)
 

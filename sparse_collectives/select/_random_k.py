@@ -81,12 +81,12 @@ def random_k(density: float, *, seed: int = 0, axis: AxisName | None = None) -> 
         )
         return PaddedCOO(values, indices, size), state + 1, info
 
-    def apart(state: jax.Array, number: jax.Array) -> jax.Array:
+    def fork(state: jax.Array, number: jax.Array) -> jax.Array:
         return state + number * jnp.int32(_STRIDE)
 
     return Selector(
         init,
         select,
-        apart=apart,
+        fork=fork,
         spec=Spec.of("random_k", density=density, seed=seed, by_worker=axis is not None),
     )

@@ -88,11 +88,11 @@ def scheduled(selector: Selector, schedule: float | DensitySchedule) -> Selector
         info = SelectInfo(coo.count(), info.overflow, jnp.maximum(info.threshold, threshold))
         return coo, ScheduledState(state.count + 1, state.clipped + clipped, inner), info
 
-    def apart(state: ScheduledState, number: jax.Array) -> ScheduledState:
-        return state._replace(inner=selector.apart(state.inner, number))
+    def fork(state: ScheduledState, number: jax.Array) -> ScheduledState:
+        return state._replace(inner=selector.fork(state.inner, number))
 
     spec = Spec.of("scheduled", selector=selector, schedule=described)
-    return Selector(init, select, spec=spec, apart=apart)
+    return Selector(init, select, spec=spec, fork=fork)
 
 
 def _largest(

@@ -71,7 +71,7 @@ OPTIONS: dict[str, dict[str, Any]] = dict.fromkeys(table.ALGORITHMS, {}) | {
         "bandwidth": st.sampled_from(("1Gbit", "1kbit")),
         "candidates": st.sampled_from((None, ("ok_topk",), ("ring_sparse", "gtopk"))),
     },
-    "complete": {"inner": st.sampled_from(("ok_topk", "gtopk", "spardl", "ring_sparse"))},
+    "full_sums": {"inner": st.sampled_from(("ok_topk", "gtopk", "spardl", "ring_sparse"))},
     "agreed": {"density": st.booleans(), "bits": st.sampled_from((32, 16, 10, 8, None))},
 }
 
@@ -88,8 +88,8 @@ def flat_allreduces(
         options["dense_codec"] = CODECS[draw(st.sampled_from(codecs))]()
     if name == "auto":
         allreduce = sc.planner.auto(density=density, **options)
-    elif name == "complete":
-        allreduce = sc.allreduce.complete(table.make(options["inner"], density, codec))
+    elif name == "full_sums":
+        allreduce = sc.allreduce.full_sums(table.make(options["inner"], density, codec))
     elif name == "agreed":
         limit = density if options["density"] else None
         allreduce = sc.allreduce.agreed(density=limit, bits=options["bits"])

@@ -172,7 +172,7 @@ def test_from_which_k_on_balanced_regions_keep_the_bound():
         plan = _plan.make_plan(size, k, workers, regions="balanced")
         step = _plan.exchanges(plan, lambda slots, size: 2 * slots)
         most = max(branch.received(workers) if branch else 0 for branch in step.balance[:3])
-        always = [*step.split, *step.threshold, step.counts, *step.gather]
+        always = [step.split, *step.threshold, step.counts, step.gather]
         words = sum(each.received(workers) for each in always) + most
         words += step.consensus.received(workers) / _plan.REPARTITION_PERIOD
         return words / (6 * k * (workers - 1) / workers)

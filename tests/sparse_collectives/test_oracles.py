@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import sparse_collectives as sc
-from sparse_collectives.allreduce._parts import _hashed, _reduce
-from sparse_collectives.allreduce._parts._reduce import StepState
+from sparse_collectives import _hash
+from sparse_collectives.allreduce._parts import _hashed
+from sparse_collectives.allreduce._parts._frame import StepState
 from tests.reference import exchanges, windows
 from tests.sparse_collectives import helpers, table
 from tests.sparse_collectives.helpers import as_entries, slow_rows
@@ -38,7 +39,7 @@ def of_topk_a(selected, k, step):
 
 
 def of_sparse_allgather(selected, k, step):
-    first = windows.start(int(_reduce.turn(jnp.int32(step), 0)), len(selected))
+    first = windows.start(int(_hash.turn(jnp.int32(step), 0)), len(selected))
     total, kept = exchanges.sparse_allgather(selected, SIZE, first)
     return total, kept, {"overflow": (kept != 0).sum(axis=1), "useful": gathered(selected)}
 

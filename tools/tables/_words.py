@@ -8,7 +8,7 @@ from ._data import LABELS, Rows, blank_repeats, by, read
 
 ALGORITHMS = ("dense", *LABELS["words"], "ssar_recursive_double", "ssar_split_allgather")
 ALGORITHMS += ("dsar_split_allgather", "ring_sparse", "gtopk", "spardl", "ok_topk")
-ALGORITHMS += ("complete(ok_topk)",)
+ALGORITHMS += ("full_sums(ok_topk)",)
 COUNTS = {"even": "even", "spread": "uneven, a surplus redistributed", "worst": "worst"}
 SHORT = ("dense", "topk_a", "ok_topk", "agreed", "agreed, few bits")
 

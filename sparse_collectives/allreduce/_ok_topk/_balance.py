@@ -125,7 +125,7 @@ def balance(
       exchanges: the message of each branch.
       mode: ``'auto'`` and ``'paper'``: by ``branch``; ``'always'``: everything by rank;
         ``'never'``: each worker takes as many of its own as fit.
-      turn: ``u32[]``, from :func:`._reduce.turn`: with ``'never'``, the entries that do not fit
+      turn: ``u32[]``, from :func:`._hash.turn`: with ``'never'``, the entries that do not fit
         change from step to step.
     """
     workers, capacity = plan.workers, plan.gather_slots

@@ -154,7 +154,7 @@ def select_global(
       k: how many in all.
       overflow: ``i32[]``, this worker's overflow, which travels with the counts.
       axis: the workers.
-      turn: ``u32[]``, from :func:`._reduce.turn`.
+      turn: ``u32[]``, from :func:`._hash.turn`.
     """
     above = bits > jnp.maximum(threshold_bits, 0)
     tied = (bits == threshold_bits) & (bits > 0)

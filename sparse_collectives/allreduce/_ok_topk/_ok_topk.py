@@ -4,14 +4,14 @@ import math
 
 import jax
 
-from sparse_collectives import _validation, transport, wire
+from sparse_collectives import _hash, _validation, transport, wire
 from sparse_collectives._data import PaddedCOO
 from sparse_collectives._sparse_ops import _bits, _compaction
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
 from sparse_collectives.allreduce._ok_topk import _delivery, _exchanges, _plan, _state
 from sparse_collectives.allreduce._ok_topk._state import OkTopkState
-from sparse_collectives.allreduce._parts import _messages, _reduce
+from sparse_collectives.allreduce._parts import _frame, _messages
 
 # As published: tau' of the paper's vision model and of its LSTM, and the gate of its balancing.
 _PAPER_PERIOD, _PAPER_ROOM = 32, 4.0
@@ -141,7 +141,7 @@ def ok_topk(
     def init(size: int, axis_size: int) -> OkTopkState:
         return _state.first(size, axis_size, regions)
 
-    @_reduce.sums_in_range(exact=chosen_codec.exact)
+    @_frame.sums_in_range(exact=chosen_codec.exact)
     def reduce(
         coo: PaddedCOO,
         state: OkTopkState,
@@ -189,7 +189,7 @@ def ok_topk(
                     coo, state, repartition_period, exchanges.consensus, axis
                 )
         owners = _state.Owners(workers, None if regions == "hashed" else boundaries, state.count)
-        turn = _reduce.turn(state.count, 0)
+        turn = _hash.turn(state.count, 0)
 
         # Line 8: each region's entries go to its owner.
         with jax.named_scope("ok_topk/split_reduce"):
@@ -198,7 +198,7 @@ def ok_topk(
                 lambda coo: owners.cut(coo, plan.split_slots, turn),
                 axis=axis,
                 codec=codec,
-                seed=_reduce.seed(state.count, 0, me),
+                seed=_hash.seed(state.count, 0, me),
                 exchange=exchanges.split,
                 owned_slots=plan.owned_slots,
                 schedule=schedule,
@@ -212,9 +212,9 @@ def ok_topk(
             _delivery.Turns(
                 count=state.count,
                 threshold=state.threshold,
-                select=_reduce.turn(state.count, 2),
-                balance=_reduce.turn(state.count, 1),
-                seed=_reduce.seed(state.count, 1, me),
+                select=_hash.turn(state.count, 2),
+                balance=_hash.turn(state.count, 1),
+                seed=_hash.seed(state.count, 1, me),
             ),
             _delivery.Options(
                 axis=axis,
@@ -236,7 +236,7 @@ def ok_topk(
                 delivery.held,
                 axis=axis,
                 codec=last,
-                seed=_reduce.seed(state.count, 2, me),
+                seed=_hash.seed(state.count, 2, me),
                 exchange=exchanges.gather,
             )
 
@@ -282,7 +282,7 @@ def ok_topk(
         init,
         reduce,
         choose=choose,
-        keeps_others=not chosen_codec.exact,
+        may_keep_partial_sums=not chosen_codec.exact,
         spec=Spec.of(
             "ok_topk",
             density=density,

@@ -16,7 +16,7 @@ from sparse_collectives import transport
 from sparse_collectives._data import PaddedCOO
 from sparse_collectives._types import AxisName
 from sparse_collectives.allreduce._ok_topk._plan import Collective
-from sparse_collectives.allreduce._parts import _hashed, _merge, _messages, _reduce
+from sparse_collectives.allreduce._parts import _frame, _hashed, _merge, _messages
 from sparse_collectives.select import _thresholds
 
 # The value of ``paper`` with a threshold that is corrected by factors.
@@ -43,7 +43,7 @@ class OkTopkState(NamedTuple):
 
 def first(size: int, workers: int, regions: str) -> OkTopkState:
     """The state before the first step, for n components and P workers."""
-    _reduce.without_state(size, workers)
+    _frame.without_state(size, workers)
     starts = _hashed.starts if regions == "hashed" else equal_regions
     return OkTopkState(
         count=jnp.zeros((), jnp.int32),

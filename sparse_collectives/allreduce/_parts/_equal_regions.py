@@ -13,10 +13,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from sparse_collectives import transport
+from sparse_collectives import _hash, transport
 from sparse_collectives._data import PaddedCOO, sum_dtype
 from sparse_collectives._types import AxisName, Codec
-from sparse_collectives.allreduce._parts import _merge, _messages, _reduce, _stream
+from sparse_collectives.allreduce._parts import _merge, _messages, _stream
 from sparse_collectives.allreduce._parts._slots import Regions
 from sparse_collectives.transport import _dispatch
 
@@ -82,14 +82,14 @@ def to_owners(
     *,
     axis: AxisName,
     codec: Codec,
-    state: _reduce.StepState,
+    count: jax.Array,
 ) -> Split:
     """One all_to_all of blocks of ``capacity`` slots each, or of dense regions if it is shorter."""
-    seed = _reduce.seed(state.count, 0, transport.axis_index(axis))
+    seed = _hash.seed(count, 0, transport.axis_index(axis))
     if _stream.goes_dense(codec, capacity, regions.width, coo.values.dtype):
         return _dense(coo, regions, axis, codec, seed)
     workers, width, dtype = regions.workers, regions.width, coo.values.dtype
-    blocks = split(coo, regions, capacity, _reduce.turn(state.count, 0))
+    blocks = split(coo, regions, capacity, _hash.turn(count, 0))
     encoded = codec.encode(blocks.coo, seed)
     received = transport.all_to_all(encoded.message, axis)
     sums = _merge.reduce_blocks(

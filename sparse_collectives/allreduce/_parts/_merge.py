@@ -52,7 +52,7 @@ def split(coo: PaddedCOO, boundaries: jax.Array, capacity: int, turn: jax.Array)
       coo: the selection, c slots.
       boundaries: ``i32[P + 1]``.
       capacity: slots of a block.
-      turn: ``u32[]``, from :func:`._reduce.turn`: if a region has more entries than slots, the
+      turn: ``u32[]``, from :func:`._hash.turn`: if a region has more entries than slots, the
         entries that wait change from step to step.
     """
     edges = places(coo.indices, boundaries)

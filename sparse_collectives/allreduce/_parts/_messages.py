@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from sparse_collectives import _data
 from sparse_collectives._data import PaddedCOO
 from sparse_collectives._sparse_ops import _bitset
-from sparse_collectives._types import Codec, Encoded, ReduceInfo, Undelivered
+from sparse_collectives._types import Codec, Encoded, Undelivered
 
 
 def pair_words(codec: Codec, slots: int, size: int, dtype) -> int:
@@ -32,32 +32,6 @@ def dense_words(codec: Codec, length: int, dtype) -> int:
 def useful_words(words: jax.Array | float, entries: jax.Array, slots: int) -> jax.Array:
     """The words without padding, ``f32[]``, of a message with ``entries`` in ``slots``."""
     return jnp.float32(words) * entries.astype(jnp.float32) / float(max(1, slots))
-
-
-def info(
-    total: PaddedCOO | jax.Array,
-    words: jax.Array | float,
-    *,
-    useful: jax.Array | float | None = None,
-    overflow: jax.Array | int = 0,
-    threshold: jax.Array | float = 0.0,
-) -> ReduceInfo:
-    """The info of an allreduce; all of its words are useful unless ``useful`` is given."""
-    received = jnp.float32(words)
-    return ReduceInfo(
-        delivered=count(total),
-        overflow=jnp.asarray(overflow, jnp.int32),
-        threshold=jnp.asarray(threshold, jnp.float32),
-        words=received,
-        useful=received if useful is None else jnp.float32(useful),
-    )
-
-
-def count(total: PaddedCOO | jax.Array) -> jax.Array:
-    """The number of entries of a total, ``i32[]``; of nonzero ones if it is dense."""
-    if isinstance(total, PaddedCOO):
-        return total.count()
-    return jnp.sum(total != 0, dtype=jnp.int32)
 
 
 class Words(NamedTuple):
@@ -110,17 +84,6 @@ def unsent_count(entries: PaddedCOO, encoded: Encoded) -> jax.Array:
     return entries.count() - jnp.sum(encoded.sent, dtype=jnp.int32)
 
 
-def of_slots(coo: PaddedCOO, slots: jax.Array, others: Sequence[PaddedCOO] = ()) -> Undelivered:
-    """``slots f[c]`` of the selection ``coo``, and any number of other entries."""
-    none = _data.empty(coo.size, 0, coo.values.dtype)
-    return Undelivered(slots, _data.concatenate(others) if others else none)
-
-
-def nothing(coo: PaddedCOO, others: Sequence[PaddedCOO] = ()) -> Undelivered:
-    """Keeps nothing of the selection ``coo`` itself."""
-    return of_slots(coo, jnp.zeros_like(coo.values), others)
-
-
 def by_total(
     coo: PaddedCOO,
     sent: jax.Array,
@@ -158,7 +121,7 @@ def by_total(
         for entries, missed in later
         if missed is not None
     ]
-    return of_slots(coo, jnp.where(delivered, missing, coo.values), others)
+    return Undelivered.of(coo, jnp.where(delivered, missing, coo.values), others)
 
 
 def indices_alone(codec: Codec, slots: int, size: int, dtype) -> Codec:

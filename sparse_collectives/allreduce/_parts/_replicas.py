@@ -83,7 +83,7 @@ def of_one_worker(coo: PaddedCOO, axis: AxisName) -> tuple[PaddedCOO, Undelivere
     total = coo
     if _compat.checks_varying(axis):
         total = cast(PaddedCOO, share(coo, axis, 1))
-    return total, _messages.nothing(coo), _messages.info(total, 0.0)
+    return total, Undelivered.of(coo), ReduceInfo.of(total, 0.0)
 
 
 def from_first(message: jax.Array, axis: AxisName) -> jax.Array:

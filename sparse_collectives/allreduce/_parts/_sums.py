@@ -1,7 +1,7 @@
 """Full sums: the values of all workers at an index that any of them selected.
 
-The code calls these sums complete. Every worker has the same indices. Each adds all its values
-there, and keeps only the part that rounding, or a cut to its share of the range, took off.
+Every worker has the same indices. Each adds all its values there, and keeps only what rounding or
+clipping removed.
 
 Values are added unchanged, or as numbers of a few bits, whose sums are exact in any order and
 with any collective that adds integers. All workers round them to multiples of one step, a power
@@ -12,8 +12,6 @@ adds them all up. A worker can compute exactly what rounding and clipping took o
 no other worker rounds anything on the way.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 
@@ -21,7 +19,7 @@ from sparse_collectives import _hash, transport
 from sparse_collectives._data import PaddedCOO
 from sparse_collectives._sparse_ops import _bits, _bitset
 from sparse_collectives._types import AxisName, Undelivered
-from sparse_collectives.allreduce._parts import _messages, _reduce
+from sparse_collectives.allreduce._parts import _frame
 from sparse_collectives.transport import _dispatch
 
 # Values that share a step, which is sent as one word.
@@ -29,27 +27,6 @@ BUCKET = 256
 _MANTISSA_BITS = 23
 _SMALLEST_EXPONENT, _LARGEST_EXPONENT = 1, 254
 _SMALLEST_NORMAL = _SMALLEST_EXPONENT << _MANTISSA_BITS
-
-
-class Complete(NamedTuple):
-    """The sums at some indices.
-
-    Attributes:
-      total: a PaddedCOO in the order of the indices, the same on every worker.
-      undelivered: the part that this worker keeps.
-    """
-
-    total: PaddedCOO
-    undelivered: Undelivered
-
-
-def within_range(values: jax.Array, workers: int) -> jax.Array:
-    """Each value, cut to the share of its dtype's range that one of P workers may send."""
-    if workers == 1:
-        return values
-    share = jnp.asarray(_reduce.largest_share(values.dtype, workers), values.dtype)
-    # Values that are not finite stay as they are, to be seen.
-    return jnp.where(jnp.isfinite(values), jnp.clip(values, -share, share), values)
 
 
 def sum_at(
@@ -60,7 +37,7 @@ def sum_at(
     step: jax.Array | None = None,
     bits: int = 32,
     gives: jax.Array | None = None,
-) -> Complete:
+) -> tuple[PaddedCOO, Undelivered]:
     """One psum of the values of all workers at ``indices``.
 
     Args:
@@ -73,6 +50,10 @@ def sum_at(
         unchanged.
       bits: bits of a value, with a step.
       gives: ``bool[]``, whether this worker contributes anything; None: it does.
+
+    Returns:
+      The total, in the order of the indices and the same on every worker, and what this worker
+      keeps.
     """
     workers, size = transport.axis_size(axis), coo.size
     held = coo.to_dense() if acc is None else acc
@@ -80,7 +61,7 @@ def sum_at(
     mine = held.at[indices.astype(jnp.uint32)].get(mode="fill", fill_value=0)
     if gives is not None:
         mine = jnp.where(gives, mine, 0)
-    sent = within_range(mine, workers)
+    sent = _frame.within_range(mine, workers)
     if step is None:
         total = transport.psum(sent.astype(jnp.float32), axis)
         kept = jnp.where(sent == mine, 0, mine - sent)
@@ -102,11 +83,9 @@ def sum_at(
         cleared = jnp.where(_bitset.contains(selected, indices), indices, size)
     if gives is not None:
         cleared = jnp.where(gives, cleared, size)
-    undelivered = _messages.of_slots(coo, coo.values)
-    return Complete(
-        PaddedCOO(total, indices, size),
-        undelivered._replace(remainder=PaddedCOO(kept, cleared, size)),
-    )
+    undelivered = Undelivered.of(coo, coo.values)
+    undelivered = undelivered._replace(rest_at_total=PaddedCOO(kept, cleared, size))
+    return PaddedCOO(total, indices, size), undelivered
 
 
 def sum_words(slots: int, workers: int, bits: int) -> float:

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from sparse_collectives import _validation, transport
 from sparse_collectives._data import PaddedCOO
 from sparse_collectives._spec import Spec
-from sparse_collectives._types import AxisName, SparseAllreduce
-from sparse_collectives.allreduce._parts import _messages, _reduce
+from sparse_collectives._types import AxisName, ReduceInfo, SparseAllreduce, Undelivered
+from sparse_collectives.allreduce._parts import _frame
 from sparse_collectives.transport import _dispatch
 
 
@@ -46,7 +46,7 @@ def dense_bucketed(*, buckets: int) -> SparseAllreduce:
     """
     buckets = _validation.check_positive_int("buckets", buckets)
 
-    @_reduce.sums_in_range(float64=True)
+    @_frame.sums_in_range(float64=True)
     def reduce(coo: PaddedCOO, state: tuple[()], *, axis: AxisName):
         workers = transport.axis_size(axis)
         vector = coo.to_dense()
@@ -57,11 +57,11 @@ def dense_bucketed(*, buckets: int) -> SparseAllreduce:
         total = sums[0] if len(sums) == 1 else jnp.concatenate(sums[::-1])
         words = coo.size * coo.values.dtype.itemsize / 4
         words = _dispatch.words_of_all_reduce(words, workers)
-        return total, _messages.nothing(coo), state, _messages.info(total, words)
+        return total, Undelivered.of(coo), state, ReduceInfo.of(total, words)
 
     return SparseAllreduce(
-        _reduce.without_state,
+        _frame.without_state,
         reduce,
         spec=Spec.of("dense_bucketed", buckets=buckets),
-        keeps_others=False,
+        may_keep_partial_sums=False,
     )

@@ -6,15 +6,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import _data, _validation, transport, wire
+from sparse_collectives import _data, _hash, _validation, transport, wire
 from sparse_collectives._data import PaddedCOO
 from sparse_collectives._spec import Spec
-from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
+from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce, Undelivered
 from sparse_collectives.allreduce._parts import (
     _equal_regions,
+    _frame,
     _messages,
-    _reduce,
-    _replicas,
     _slots,
 )
 from sparse_collectives.transport import _dispatch
@@ -68,21 +67,16 @@ def dsar_split_allgather(
     dense_codec = codec if dense_codec is None else dense_codec
     exact = codec.exact and dense_codec.exact
 
-    @_reduce.sums_in_range(exact=exact, float64=True)
-    def reduce(coo: PaddedCOO, state: _reduce.StepState, *, axis: AxisName):
-        workers = transport.axis_size(axis)
-        next_state = _reduce.StepState(state.count + 1)
-        if workers == 1:
-            total, undelivered, info = _replicas.of_one_worker(coo, axis)
-            return total.to_dense(), undelivered, next_state, info
-        me = transport.axis_index(axis)
+    @_frame.counted(exact=exact, float64=True, dense=True)
+    def reduce(coo: PaddedCOO, count: jax.Array, *, axis: AxisName):
+        workers, me = transport.axis_size(axis), transport.axis_index(axis)
         dtype = coo.values.dtype
         regions = _slots.make_regions(coo.size, workers)
         width = regions.width
         capacity = _slots.block_slots(coo.capacity, regions, slack)
 
         split = _equal_regions.to_owners(
-            coo, regions, capacity, axis=axis, codec=codec, state=state
+            coo, regions, capacity, axis=axis, codec=codec, count=count
         )
         reduced = split.sums
 
@@ -91,7 +85,7 @@ def dsar_split_allgather(
         def sparse(slots):
             def run():
                 mine = PaddedCOO(reduced.values[:slots], reduced.indices[:slots], width)
-                outgoing = codec.encode(mine, _reduce.seed(state.count, 1, me))
+                outgoing = codec.encode(mine, _hash.seed(count, 1, me))
                 total = _equal_regions.gather(
                     outgoing.message, regions, dtype, axis=axis, codec=codec
                 )
@@ -102,9 +96,7 @@ def dsar_split_allgather(
             return run
 
         def dense():
-            message, lost = dense_codec.encode_dense(
-                reduced.to_dense(), _reduce.seed(state.count, 1, me)
-            )
+            message, lost = dense_codec.encode_dense(reduced.to_dense(), _hash.seed(count, 1, me))
             total = _equal_regions.gather_dense(
                 message, regions, dtype, axis=axis, codec=dense_codec
             )
@@ -139,9 +131,7 @@ def dsar_split_allgather(
             own_region = _data.only_where(lost.values != 0, lost)
             own_region = _equal_regions.from_region(own_region, regions, me)
             others.append(own_region)
-        undelivered = _messages.of_slots(
-            coo, jnp.where(split.sent, split.error, coo.values), others
-        )
+        undelivered = Undelivered.of(coo, jnp.where(split.sent, split.error, coo.values), others)
 
         count_words = _dispatch.words_of_all_gather(1, workers)
         gather_words = [_dispatch.words_of_all_gather(words, workers) for words in form_words]
@@ -153,17 +143,17 @@ def dsar_split_allgather(
             + count_words
             + gather_words * jnp.stack([jnp.float32(share) for share in shares])[form]
         )
-        info = ReduceInfo(
-            delivered=delivered,
-            overflow=coo.count() - jnp.sum(split.sent, dtype=jnp.int32),
-            threshold=jnp.zeros((), jnp.float32),
-            words=gather_words + split.words.received + jnp.float32(count_words),
+        info = ReduceInfo.of(
+            total,
+            gather_words + split.words.received + jnp.float32(count_words),
             useful=useful,
+            overflow=coo.count() - jnp.sum(split.sent, dtype=jnp.int32),
+            delivered=delivered,
         )
-        return total, undelivered, next_state, info
+        return total, undelivered, info
 
     return SparseAllreduce(
-        _reduce.init,
+        _frame.init,
         reduce,
         spec=Spec.of(
             "dsar_split_allgather",
@@ -171,5 +161,5 @@ def dsar_split_allgather(
             codec=codec,
             dense_codec=dense_codec,
         ),
-        keeps_others=not exact,
+        may_keep_partial_sums=not exact,
     )

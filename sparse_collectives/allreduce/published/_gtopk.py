@@ -3,13 +3,13 @@
 import jax
 import jax.numpy as jnp
 
-from sparse_collectives import _data, _validation, transport, wire
+from sparse_collectives import _data, _hash, _validation, transport, wire
 from sparse_collectives._data import PaddedCOO
 from sparse_collectives._sparse_ops import _kth_magnitude
 from sparse_collectives._spec import Spec
-from sparse_collectives._types import AxisName, Codec, SparseAllreduce
-from sparse_collectives.allreduce._parts import _merge, _messages, _reduce, _replicas
-from sparse_collectives.allreduce._parts._reduce import StepState
+from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce, Undelivered
+from sparse_collectives.allreduce._parts import _frame, _merge, _messages, _replicas
+from sparse_collectives.allreduce._parts._frame import StepState
 from sparse_collectives.transport import _dispatch
 
 
@@ -62,7 +62,7 @@ def gtopk(density: float, *, codec: Codec | None = None) -> SparseAllreduce:
     density = _validation.check_density(density)
     codec = wire.raw() if codec is None else codec
 
-    @_reduce.sums_in_range(exact=codec.exact)
+    @_frame.sums_in_range(exact=codec.exact)
     def reduce(coo: PaddedCOO, state: StepState, *, axis: AxisName):
         workers = transport.axis_size(axis)
         me = transport.axis_index(axis)
@@ -77,7 +77,7 @@ def gtopk(density: float, *, codec: Codec | None = None) -> SparseAllreduce:
             pairs = [(w, w - distance) for w in range(distance, workers, 2 * distance)]
             sends = me % (2 * distance) == distance
             receives = (me % (2 * distance) == 0) & (me + distance < workers)
-            encoded = codec.encode(own, _reduce.seed(state.count, level, me))
+            encoded = codec.encode(own, _hash.seed(state.count, level, me))
             with jax.named_scope("gtopk/reduce"):
                 message = transport.ppermute(encoded.message, axis, pairs)
             words += _dispatch.words_of_ppermute(encoded.message.size, workers, pairs)
@@ -98,7 +98,7 @@ def gtopk(density: float, *, codec: Codec | None = None) -> SparseAllreduce:
         if workers == 1:
             total, _, _ = _replicas.of_one_worker(own, axis)
         else:
-            encoded = codec.encode(own, _reduce.seed(state.count, levels, 0))
+            encoded = codec.encode(own, _hash.seed(state.count, levels, 0))
             with jax.named_scope("gtopk/broadcast"):
                 message = _replicas.from_first(encoded.message, axis)
             broadcast = _replicas.words_from_first(encoded.message.size, workers)
@@ -111,13 +111,11 @@ def gtopk(density: float, *, codec: Codec | None = None) -> SparseAllreduce:
                 overflow += jnp.where(me == 0, _messages.unsent_count(own, encoded), 0)
 
         threshold = _kth_magnitude.smallest_magnitude(total)
-        info = _messages.info(total, words, useful=useful, overflow=overflow, threshold=threshold)
-        undelivered = _messages.nothing(coo, kept)
+        info = ReduceInfo.of(total, words, useful=useful, overflow=overflow, threshold=threshold)
+        undelivered = Undelivered.of(coo, others=kept)
         return total, undelivered, StepState(state.count + 1), info
 
-    return SparseAllreduce(
-        _reduce.init, reduce, spec=Spec.of("gtopk", density=density, codec=codec)
-    )
+    return SparseAllreduce(_frame.init, reduce, spec=Spec.of("gtopk", density=density, codec=codec))
 
 
 def _sum(own: PaddedCOO, received: PaddedCOO) -> PaddedCOO:

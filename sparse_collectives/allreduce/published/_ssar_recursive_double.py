@@ -5,12 +5,12 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from sparse_collectives import _compat, _data, _validation, transport, wire
+from sparse_collectives import _compat, _data, _hash, _validation, transport, wire
 from sparse_collectives._data import PaddedCOO
 from sparse_collectives._sparse_ops import _compaction
 from sparse_collectives._spec import Spec
-from sparse_collectives._types import AxisName, Codec, SparseAllreduce
-from sparse_collectives.allreduce._parts import _messages, _reduce, _replicas, _stream
+from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce, Undelivered
+from sparse_collectives.allreduce._parts import _frame, _replicas, _stream
 from sparse_collectives.allreduce._parts._stream import Stream
 from sparse_collectives.transport import _dispatch
 
@@ -63,14 +63,9 @@ def ssar_recursive_double(
         capacity = _validation.check_positive_int("capacity", capacity)
     codec = wire.raw() if codec is None else codec
 
-    @_reduce.sums_in_range(exact=codec.exact, float64=True)
-    def reduce(coo: PaddedCOO, state: _reduce.StepState, *, axis: AxisName):
-        workers = transport.axis_size(axis)
-        next_state = _reduce.StepState(state.count + 1)
-        if workers == 1:
-            total, undelivered, info = _replicas.of_one_worker(coo, axis)
-            return total, undelivered, next_state, info
-        me = transport.axis_index(axis)
+    @_frame.counted(exact=codec.exact, float64=True)
+    def reduce(coo: PaddedCOO, count: jax.Array, *, axis: AxisName):
+        workers, me = transport.axis_size(axis), transport.axis_index(axis)
         members = 1 << (workers.bit_length() - 1)
         surplus = workers - members
         most_slots = coo.size if capacity is None else min(capacity, coo.size)
@@ -87,7 +82,7 @@ def ssar_recursive_double(
             """The entries that have a slot, and the number of entries without one."""
             if not isinstance(stream, PaddedCOO):
                 return stream, jnp.zeros((), jnp.int32)
-            turn = _reduce.turn(state.count, stage)
+            turn = _hash.turn(count, stage)
             entries, left = _compaction.bounded(stream, most_slots, turn)
             left = one_of(group, left) if group else left
             kept.extend([left] if left.capacity else [])
@@ -95,7 +90,7 @@ def ssar_recursive_double(
 
         def encode(stream, stage, sender, keeper):
             """The message, and the stream that each receiver decodes from it."""
-            sent = _stream.encode(stream, codec, _reduce.seed(state.count, stage, sender))
+            sent = _stream.encode(stream, codec, _hash.seed(count, stage, sender))
             if codec.exact:
                 return sent, stream
             kept.append(keeper(sent.lost))
@@ -154,15 +149,15 @@ def ssar_recursive_double(
             useful += jnp.where(me < surplus, sent.useful, 0.0)
             total = _choose(me < members, own, send(sent.message, total, back))
 
-        undelivered = _messages.nothing(coo, kept)
-        info = _messages.info(total, words, useful=useful, overflow=overflow)
-        return total, undelivered, next_state, info
+        undelivered = Undelivered.of(coo, others=kept)
+        info = ReduceInfo.of(total, words, useful=useful, overflow=overflow)
+        return total, undelivered, info
 
     return SparseAllreduce(
-        _reduce.init,
+        _frame.init,
         reduce,
         spec=Spec.of("ssar_recursive_double", capacity=capacity, codec=codec),
-        keeps_others=capacity is not None or not codec.exact,
+        may_keep_partial_sums=capacity is not None or not codec.exact,
     )
 
 

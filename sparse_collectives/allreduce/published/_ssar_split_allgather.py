@@ -2,18 +2,18 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 
-from sparse_collectives import _data, _validation, transport, wire
+from sparse_collectives import _data, _hash, _validation, transport, wire
 from sparse_collectives._data import PaddedCOO
 from sparse_collectives._sparse_ops import _bitset, _compaction
 from sparse_collectives._spec import Spec
-from sparse_collectives._types import AxisName, Codec, SparseAllreduce
+from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce, Undelivered
 from sparse_collectives.allreduce._parts import (
     _equal_regions,
+    _frame,
     _messages,
-    _reduce,
-    _replicas,
     _slots,
     _stream,
 )
@@ -65,22 +65,17 @@ def ssar_split_allgather(
     fill = None if fill is None else _validation.check_number("fill", fill, 1.0, math.inf)
     codec = wire.raw() if codec is None else codec
 
-    @_reduce.sums_in_range(exact=codec.exact, float64=True)
-    def reduce(coo: PaddedCOO, state: _reduce.StepState, *, axis: AxisName):
-        workers = transport.axis_size(axis)
-        next_state = _reduce.StepState(state.count + 1)
-        if workers == 1:
-            total, undelivered, info = _replicas.of_one_worker(coo, axis)
-            return total, undelivered, next_state, info
-        me = transport.axis_index(axis)
+    @_frame.counted(exact=codec.exact, float64=True)
+    def reduce(coo: PaddedCOO, count: jax.Array, *, axis: AxisName):
+        workers, me = transport.axis_size(axis), transport.axis_index(axis)
         dtype = coo.values.dtype
         regions = _slots.make_regions(coo.size, workers)
         capacity = _slots.block_slots(coo.capacity, regions, slack)
         slots = _slots.union_slots(coo.capacity, regions, workers, slack, fill)
-        turn = _reduce.turn(state.count, 1)
+        turn = _hash.turn(count, 1)
 
         split = _equal_regions.to_owners(
-            coo, regions, capacity, axis=axis, codec=codec, state=state
+            coo, regions, capacity, axis=axis, codec=codec, count=count
         )
         sums = split.sums
 
@@ -88,7 +83,7 @@ def ssar_split_allgather(
         room = min(slots, sums.capacity)
         whole = _stream.goes_dense(codec, room, regions.width, dtype)
         mine = sums.to_dense() if whole else _compaction.bounded(sums, slots, turn)[0]
-        outgoing = _stream.encode(mine, codec, _reduce.seed(state.count, 1, me))
+        outgoing = _stream.encode(mine, codec, _hash.seed(count, 1, me))
         delivered = split.sent
         if whole:
             total = _equal_regions.gather_dense(
@@ -106,7 +101,7 @@ def ssar_split_allgather(
             errors = _data.only_where(outgoing.sent, outgoing.lost)
             others.append(_equal_regions.from_region(errors, regions, me))
         kept = jnp.where(delivered, split.error, coo.values)
-        undelivered = _messages.of_slots(coo, kept, others)
+        undelivered = Undelivered.of(coo, kept, others)
 
         gather_words = _dispatch.words_of_all_gather(outgoing.message.size, workers)
         useful = outgoing.useful * (gather_words / max(1, outgoing.message.size))
@@ -114,12 +109,12 @@ def ssar_split_allgather(
             split.words, _messages.Words(jnp.float32(gather_words), useful)
         )
         overflow = coo.count() - jnp.sum(delivered, dtype=jnp.int32)
-        info = _messages.info(total, words.received, useful=words.useful, overflow=overflow)
-        return total, undelivered, next_state, info
+        info = ReduceInfo.of(total, words.received, useful=words.useful, overflow=overflow)
+        return total, undelivered, info
 
     return SparseAllreduce(
-        _reduce.init,
+        _frame.init,
         reduce,
         spec=Spec.of("ssar_split_allgather", slack=slack, fill=fill, codec=codec),
-        keeps_others=not codec.exact,
+        may_keep_partial_sums=not codec.exact,
     )

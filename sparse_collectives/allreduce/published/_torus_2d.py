@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from sparse_collectives import _compat, transport
 from sparse_collectives._data import PaddedCOO
 from sparse_collectives._spec import Spec
-from sparse_collectives._types import AxisName, SparseAllreduce
-from sparse_collectives.allreduce._parts import _messages, _reduce
+from sparse_collectives._types import AxisName, ReduceInfo, SparseAllreduce, Undelivered
+from sparse_collectives.allreduce._parts import _frame
 from sparse_collectives.transport import _dispatch
 
 
@@ -43,7 +43,7 @@ def torus_2d() -> SparseAllreduce:
         _pair(axis)  # Before anything else asks for its size.
         return add(coo, state, axis=axis)
 
-    @_reduce.sums_in_range(float64=True)
+    @_frame.sums_in_range(float64=True)
     def add(coo: PaddedCOO, state: tuple[()], *, axis: AxisName):
         outer, inner = _pair(axis)
         inside, outside = transport.axis_size(inner), transport.axis_size(outer)
@@ -61,10 +61,10 @@ def torus_2d() -> SparseAllreduce:
             + _dispatch.words_of_all_reduce(part * word, outside)
             + _dispatch.words_of_all_gather(part * word, inside)
         )
-        return total, _messages.nothing(coo), state, _messages.info(total, words)
+        return total, Undelivered.of(coo), state, ReduceInfo.of(total, words)
 
     return SparseAllreduce(
-        _reduce.without_state, reduce, spec=Spec.of("torus_2d"), keeps_others=False
+        _frame.without_state, reduce, spec=Spec.of("torus_2d"), may_keep_partial_sums=False
     )
 
 

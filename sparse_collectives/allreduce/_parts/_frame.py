@@ -1,4 +1,4 @@
-"""The steps of an allreduce: a state that counts them, and a range in which their sums stay.
+"""The frame of an allreduce: its state counts steps, and its sums stay in a range.
 
 Each worker sends at most its share of the range of the dtype of an entry, and keeps the
 rest for the next step. Then no sum of entries of P workers can overflow, in whatever
@@ -11,8 +11,8 @@ the entry. Only magnitudes above 1.7e38 / P are cut (float32 and bfloat16; float
 are delivered over several steps. Infinities and NaN are sent unchanged, to be seen.
 
 This is about one exchange. If a worker may have to keep a part of such a sum in addition to its own
-entries (``SparseAllreduce.keeps_others``), both together may be too large, and the caller has to
-prevent that: ``optax_ext`` accepts no gradient that is within 2^25 of an overflow.
+entries (``SparseAllreduce.may_keep_partial_sums``), both together may be too large, and the caller
+has to prevent that: ``optax_ext`` accepts no gradient that is within 2^25 of an overflow.
 """
 
 import functools
@@ -23,10 +23,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparse_collectives import _hash, _validation, transport
+from sparse_collectives import _validation, transport
 from sparse_collectives._data import PaddedCOO
 from sparse_collectives._sparse_ops import _bits
 from sparse_collectives._types import AxisName, State
+from sparse_collectives.allreduce._parts import _replicas
 
 # Rounding to a level of a coarse code can make a value larger: with ``qsgd(bits=2,
 # norm="l2")`` by the square root of its bucket's length, each time that it is encoded.
@@ -56,40 +57,36 @@ def without_state(size: int, axis_size: int) -> tuple[()]:
     return ()
 
 
-def turn(count: jax.Array, stage: int) -> jax.Array:
-    """The turn of a stage of step ``count i32[]``, ``u32[]``: it decides which entries wait.
+def counted(
+    *, exact: bool = True, float64: bool = False, adds: bool = True, dense: bool = False
+) -> Callable[[Callable], Callable]:
+    """A decorator that makes ``reduce`` of an exchange of two or more workers.
 
-    It is unlike any seed, and differs between stages: a window that depended on the window
-    before it, or on the entries that a codec leaves out, could leave out one entry without end.
-    It is the same on every worker, so that all parts of an index that all have go together.
-    """
-    return _hash.combine(count, stage, -1)
-
-
-def seed(count: jax.Array, stage: int, sender: jax.Array | int) -> jax.Array:
-    """The seed of a message, ``u32[]``, which differs for each step, stage and sender.
-
-    Independent errors of different workers and steps do not add up. Replicas that encode the
-    same sum pass the same ``sender``, so that they send the same bits.
-    """
-    return _hash.combine(count, stage, sender)
-
-
-def largest_share(dtype, workers: int, *, exact: bool = True) -> float:
-    """The largest magnitude that each of P workers may add to a sum, a power of two.
-
-    P of them add up to at most half of the largest finite number.
+    The exchange is ``exchange(coo, count, *, axis, ...) -> (total, undelivered, info)``, with the
+    steps taken, ``i32[]``, in place of the state. The total of a single worker is its selection.
 
     Args:
-      dtype: of the values.
-      workers: P.
-      exact: whether the values arrive as they were sent. If not, the share is 2^16 times smaller,
-        except in float16, which does not have that much range.
+      exact: as for :func:`sums_in_range`.
+      float64: likewise.
+      adds: whether sums are made of the entries of ``coo``, which are then cut to their share.
+      dense: whether the total is ``f[n]``.
     """
-    highest = int(jnp.finfo(dtype).maxexp) - 1
-    if not exact and jnp.finfo(dtype).maxexp > 2 * _LOSSY_MARGIN:
-        highest -= _LOSSY_MARGIN
-    return 2.0 ** (highest - (workers - 1).bit_length())
+
+    def decorate(exchange: Callable) -> Callable:
+        @functools.wraps(exchange)
+        def reduce(coo: PaddedCOO, state: StepState, *, axis: AxisName, **options: Any):
+            _validation.check_float("coo.values", coo.values.dtype, float64=float64)
+            following = StepState(state.count + 1)
+            if transport.axis_size(axis) > 1:
+                total, undelivered, info = exchange(coo, state.count, axis=axis, **options)
+            else:
+                total, undelivered, info = _replicas.of_one_worker(coo, axis)
+                total = total.to_dense() if dense else total
+            return total, undelivered, following, info
+
+        return sums_in_range(exact=exact, float64=float64)(reduce) if adds else reduce
+
+    return decorate
 
 
 def sums_in_range(*, exact: bool = True, float64: bool = False) -> Callable[[Callable], Callable]:
@@ -129,6 +126,32 @@ def sums_in_range(*, exact: bool = True, float64: bool = False) -> Callable[[Cal
         return cut_and_reduce
 
     return decorate
+
+
+def largest_share(dtype, workers: int, *, exact: bool = True) -> float:
+    """The largest magnitude that each of P workers may add to a sum, a power of two.
+
+    P of them add up to at most half of the largest finite number.
+
+    Args:
+      dtype: of the values.
+      workers: P.
+      exact: whether the values arrive as they were sent. If not, the share is 2^16 times smaller,
+        except in float16, which does not have that much range.
+    """
+    highest = int(jnp.finfo(dtype).maxexp) - 1
+    if not exact and jnp.finfo(dtype).maxexp > 2 * _LOSSY_MARGIN:
+        highest -= _LOSSY_MARGIN
+    return 2.0 ** (highest - (workers - 1).bit_length())
+
+
+def within_range(values: jax.Array, workers: int) -> jax.Array:
+    """Each value, cut to the share of its dtype's range that one of P workers may send."""
+    if workers == 1:
+        return values
+    share = jnp.asarray(largest_share(values.dtype, workers), values.dtype)
+    # Values that are not finite stay as they are, to be seen.
+    return jnp.where(jnp.isfinite(values), jnp.clip(values, -share, share), values)
 
 
 def _exceeds(values: jax.Array, share: np.ndarray) -> jax.Array:

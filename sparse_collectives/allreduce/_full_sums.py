@@ -11,7 +11,7 @@ from sparse_collectives._types import AxisName, SparseAllreduce, State
 from sparse_collectives.allreduce._parts import _sums
 
 
-def complete(inner: SparseAllreduce) -> SparseAllreduce:
+def full_sums(inner: SparseAllreduce) -> SparseAllreduce:
     r"""Full sums: ``inner`` chooses the indices, and then all workers add their values there.
 
     .. math:: total_I = \sum_j acc_{j, I}, \qquad residual_{j, I} = 0
@@ -35,24 +35,24 @@ def complete(inner: SparseAllreduce) -> SparseAllreduce:
         total has the indices of its nonzero entries.
 
     Returns:
-      A :class:`SparseAllreduce` that is ``complete``, with the state of ``inner``.
+      A :class:`SparseAllreduce` with ``full_sums`` and with the state of ``inner``.
 
     Raises:
       TypeError: ``inner`` is not a :class:`SparseAllreduce`.
-      ValueError: ``inner`` is complete itself, or scatters its vectors; for the latter write
-        ``hierarchical(inner_axis=..., outer=complete(...))``.
+      ValueError: ``inner`` has full sums itself, or scatters its vectors; for the latter write
+        ``hierarchical(inner_axis=..., outer=full_sums(...))``.
     """
     if not isinstance(inner, SparseAllreduce):
         raise TypeError(
             f"inner must be a SparseAllreduce, got {type(inner).__name__}. Write for example "
-            "complete(sparse_collectives.allreduce.ok_topk(density=0.01))."
+            "full_sums(sparse_collectives.allreduce.ok_topk(density=0.01))."
         )
-    if inner.complete:
-        raise ValueError("inner has complete sums already: use it as it is.")
+    if inner.full_sums:
+        raise ValueError("inner has full sums already: use it as it is.")
     if inner.shard_axis:
         raise ValueError(
             f"inner deals out vectors over {inner.shard_axis!r}. Write "
-            "hierarchical(inner_axis=..., outer=complete(...))."
+            "hierarchical(inner_axis=..., outer=full_sums(...))."
         )
 
     def reduce(coo: PaddedCOO, state: State, *, axis: AxisName, acc: jax.Array | None = None):
@@ -64,14 +64,18 @@ def complete(inner: SparseAllreduce) -> SparseAllreduce:
             indices = _indices_of(total, workers * coo.capacity)
         else:
             indices, state, info = inner.choose(coo, state, axis=axis)
-        with jax.named_scope("complete"):
-            result = _sums.sum_at(indices, acc, coo, axis)
+        with jax.named_scope("full_sums"):
+            total, undelivered = _sums.sum_at(indices, acc, coo, axis)
         words = jnp.float32(_sums.sum_words(indices.shape[0], workers, 32))
         info = info._replace(words=info.words + words, useful=info.useful + words)
-        return result.total, result.undelivered, state, info
+        return total, undelivered, state, info
 
-    return SparseAllreduce(
-        inner.init, reduce, spec=Spec.of("complete", inner=inner), complete=True, keeps_others=False
+    return inner._replace(
+        reduce=reduce,
+        choose=None,
+        full_sums=True,
+        may_keep_partial_sums=False,
+        spec=Spec.of("full_sums", inner=inner),
     )
 
 
