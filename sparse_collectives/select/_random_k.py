@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from sparse_collectives import _hash, _validation, transport
-from sparse_collectives._data import Layout, PaddedCOO, as_layout
+from sparse_collectives._data import PaddedCOO
 from sparse_collectives._sparse_ops import _bits, _bitset, _compaction
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, SelectInfo, Selector
+from sparse_collectives.select import _frame
 
 # From the golden ratio: multiples of it, modulo 2**32, are far from one another.
 _STRIDE = 0x9E3779B9 - 2**32
@@ -56,15 +57,9 @@ def random_k(density: float, *, seed: int = 0, axis: AxisName | None = None) -> 
     if seed >= 2**31:
         raise ValueError(f"seed must be below 2**31, got {seed}.")
 
-    def init(size: int | Layout) -> jax.Array:
-        as_layout(size)
-        return jnp.zeros((), jnp.int32)
-
-    def select(acc: jax.Array, state: jax.Array):
-        acc = _validation.as_vector("acc", acc)
+    def choose(acc: jax.Array, k: int, turn: jax.Array):
         size = acc.shape[0]
-        k = _validation.count_from_density(density, size)
-        key = jax.random.fold_in(jax.random.key(seed), state)
+        key = jax.random.fold_in(jax.random.key(seed), turn)
         if axis is not None:
             transport.axis_size(axis)  # Raises if the axis is not bound.
             key = jax.random.fold_in(key, transport.axis_index(axis))
@@ -79,14 +74,10 @@ def random_k(density: float, *, seed: int = 0, axis: AxisName | None = None) -> 
             overflow=jnp.zeros_like(count),
             threshold=jnp.zeros_like(count, jnp.float32),
         )
-        return PaddedCOO(values, indices, size), state + 1, info
+        return PaddedCOO(values, indices, size), info
 
     def fork(state: jax.Array, number: jax.Array) -> jax.Array:
         return state + number * jnp.int32(_STRIDE)
 
-    return Selector(
-        init,
-        select,
-        fork=fork,
-        spec=Spec.of("random_k", density=density, seed=seed, by_worker=axis is not None),
-    )
+    spec = Spec.of("random_k", density=density, seed=seed, by_worker=axis is not None)
+    return _frame.counted(choose, density, spec)._replace(fork=fork)

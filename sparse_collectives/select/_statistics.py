@@ -38,6 +38,11 @@ class Extent(NamedTuple):
     down: jax.Array
     up: jax.Array
 
+    @property
+    def mean(self) -> jax.Array:
+        """The mean of the finite magnitudes, ``f32[]``, at most the largest one."""
+        return jnp.minimum(self.total / self.count * self.up, self.largest)
+
 
 def extent(acc: jax.Array) -> Extent:
     """The largest finite magnitude and the sum of the finite magnitudes.

@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparse_collectives import _validation
-from sparse_collectives._data import Layout, as_layout
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import Selector
-from sparse_collectives.select import _thresholds
+from sparse_collectives.select import _frame, _thresholds
 
 
 def threshold(*, magnitude: float, density: float) -> Selector:
@@ -60,16 +59,8 @@ def threshold(*, magnitude: float, density: float) -> Selector:
         # Rounded here, because a platform may flush subnormals to 0.
         pattern = int(np.float32(magnitude).view(np.int32))
 
-    def init(size: int | Layout) -> jax.Array:
-        as_layout(size)
-        return jnp.zeros((), jnp.int32)
+    def choose(acc: jax.Array, k: int, turn: jax.Array):
+        return _thresholds.select_reaching(acc, jnp.int32(pattern), capacity=k, turn=turn)
 
-    def select(acc: jax.Array, state: jax.Array):
-        acc = _validation.as_vector("acc", acc)
-        capacity = _validation.count_from_density(density, acc.shape[0])
-        coo, info = _thresholds.select_reaching(
-            acc, jnp.int32(pattern), capacity=capacity, turn=state
-        )
-        return coo, state + 1, info
-
-    return Selector(init, select, spec=Spec.of("threshold", magnitude=magnitude, density=density))
+    spec = Spec.of("threshold", magnitude=magnitude, density=density)
+    return _frame.counted(choose, density, spec)

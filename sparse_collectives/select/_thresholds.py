@@ -6,6 +6,7 @@ factors and bounds here are the program's for VGG-16; for BERT it has 1.025 and 
 """
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +43,20 @@ def select_reaching(
     selected = jnp.minimum(count, capacity)
     threshold = _bits.magnitude_from_bits(threshold_bits)
     return coo, SelectInfo(selected, count - selected, threshold)
+
+
+def select_about(
+    acc: jax.Array,
+    k: int,
+    headroom: float,
+    turn: jax.Array,
+    find: Callable[[jax.Array, int], jax.Array],
+) -> tuple[PaddedCOO, SelectInfo]:
+    """The entries that reach the magnitude ``find(acc, k)``; at density 1 all nonzeros."""
+    size = acc.shape[0]
+    threshold = jnp.zeros((), jnp.float32) if k == size else find(acc, k)
+    bits, capacity = _bits.magnitude_bits(threshold), slots_for(k, size, headroom)
+    return select_reaching(acc, bits, capacity=capacity, turn=turn)
 
 
 def raised(threshold: jax.Array) -> jax.Array:

@@ -15,11 +15,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_collectives import _validation
-from sparse_collectives._data import Layout, as_layout
 from sparse_collectives._sparse_ops import _bits
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import Selector
-from sparse_collectives.select import _statistics, _thresholds
+from sparse_collectives.select import _frame, _statistics, _thresholds
 
 _FACTOR = 0.8
 _MAX_ROUNDS = 20
@@ -74,31 +73,15 @@ def gaussian_k(density: float, *, adjust: bool = False, headroom: float = 0.25) 
         raise ValueError(f"adjust must be True or False, got {adjust!r}.")
     headroom = _validation.check_number("headroom", headroom, 0.0, math.inf)
 
-    def init(size: int | Layout) -> jax.Array:
-        as_layout(size)
-        return jnp.zeros((), jnp.int32)
+    def find(acc: jax.Array, k: int) -> jax.Array:
+        threshold = _fitted_threshold(acc, k)
+        return _lowered(acc, threshold, k) if adjust else threshold
 
-    def select(acc: jax.Array, state: jax.Array):
-        acc = _validation.as_vector("acc", acc)
-        size = acc.shape[0]
-        k = _validation.count_from_density(density, size)
-        if k == size:
-            threshold = jnp.zeros((), jnp.float32)
-        else:
-            threshold = _fitted_threshold(acc, k)
-            if adjust:
-                threshold = _lowered(acc, threshold, k)
-        coo, info = _thresholds.select_reaching(
-            acc,
-            _bits.magnitude_bits(threshold),
-            capacity=_thresholds.slots_for(k, size, headroom),
-            turn=state,
-        )
-        return coo, state + 1, info
+    def choose(acc: jax.Array, k: int, turn: jax.Array):
+        return _thresholds.select_about(acc, k, headroom, turn, find)
 
-    return Selector(
-        init, select, spec=Spec.of("gaussian_k", density=density, adjust=adjust, headroom=headroom)
-    )
+    spec = Spec.of("gaussian_k", density=density, adjust=adjust, headroom=headroom)
+    return _frame.counted(choose, density, spec)
 
 
 def _fitted_threshold(acc: jax.Array, k: int) -> jax.Array:

@@ -7,6 +7,7 @@ it, and so on; the last stage aims at the rest of the density. A controller adap
 the number of stages to the measured count.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -112,33 +113,14 @@ def sidco(
 
     def select(acc: jax.Array, state: SIDCoState):
         acc = _validation.as_vector("acc", acc)
-        size = acc.shape[0]
-        k = _validation.count_from_density(density, size)
-        if k == size:
-            threshold = jnp.zeros((), jnp.float32)
-        else:
-            threshold = _fitted_threshold(acc, k, distribution, state.stages)
-        coo, info = _thresholds.select_reaching(
-            acc,
-            _bits.magnitude_bits(threshold),
-            capacity=_thresholds.slots_for(k, size, headroom),
-            turn=state.count,
-        )
+        k = _validation.count_from_density(density, acc.shape[0])
+        find = functools.partial(_fitted_threshold, distribution=distribution, stages=state.stages)
+        coo, info = _thresholds.select_about(acc, k, headroom, state.count, find)
         passed = info.selected + info.overflow
-        state = _adapt(state, passed, k, period, _most_stages(k, size))
-        return coo, state, info
+        return coo, _adapt(state, passed, k, period, _most_stages(k, acc.shape[0])), info
 
-    return Selector(
-        init,
-        select,
-        spec=Spec.of(
-            "sidco",
-            density=density,
-            distribution=distribution,
-            period=period,
-            headroom=headroom,
-        ),
-    )
+    options = {"distribution": distribution, "period": period, "headroom": headroom}
+    return Selector(init, select, spec=Spec.of("sidco", density=density, **options))
 
 
 def _most_stages(k: int, size: int) -> int:
