@@ -38,10 +38,9 @@ class Extent(NamedTuple):
     down: jax.Array
     up: jax.Array
 
-    @property
-    def mean(self) -> jax.Array:
-        """The mean of the finite magnitudes, ``f32[]``, at most the largest one."""
-        return jnp.minimum(self.total / self.count * self.up, self.largest)
+    def mean(self, count: jax.Array | int) -> jax.Array:
+        """The sum of the finite magnitudes over ``count``, ``f32[]``, at most the largest one."""
+        return jnp.minimum(self.total / count * self.up, self.largest)
 
 
 def extent(acc: jax.Array) -> Extent:

@@ -59,11 +59,5 @@ def narrow16(*, escapes: float = 1 / 16) -> Codec:
         values = _values.from_bf16_bits(jnp.where(indices < size, digit, 0), dtype)
         return PaddedCOO(values, indices, size)
 
-    return Codec(
-        encode,
-        decode,
-        _bf16.encode_dense,
-        _bf16.decode_dense,
-        exact=False,
-        spec=Spec.of("narrow16", escapes=escapes),
-    )
+    spec, dense = Spec.of("narrow16", escapes=escapes), (_bf16.encode_dense, _bf16.decode_dense)
+    return Codec(encode, decode, *dense, exact=False, spec=spec)

@@ -72,11 +72,11 @@ def qsgd(*, bits: int = 8, bucket: int = 512, norm: str = "max") -> Codec:
         magnitude = _values.encoded_magnitude(values)
         finite = magnitude < _bits.INFINITY_BITS
         numbers = lax.bitcast_convert_type(jnp.where(finite, magnitude, 0), jnp.float32)
-        numbers = _in_buckets(numbers, bucket)
+        numbers = _values.in_blocks(numbers, bucket)
         unit = _scale(numbers, norm) / levels
         steps = numbers / jnp.where(unit > 0, unit, 1.0)[..., None]
         below = jnp.floor(steps)
-        random = _in_buckets(_hash.uniform(seed, position), bucket)
+        random = _values.in_blocks(_hash.uniform(seed, position), bucket)
         up = (random < steps - below).astype(jnp.float32)
         level = jnp.minimum(below + up, levels).astype(jnp.int32)
         level = _in_one_run(level)[..., : values.shape[-1]]
@@ -89,7 +89,7 @@ def qsgd(*, bits: int = 8, bucket: int = 512, norm: str = "max") -> Codec:
 
     def dequantize(code: jax.Array, unit: jax.Array, dtype) -> jax.Array:
         length = code.shape[-1]
-        level = _in_buckets((code - levels).astype(jnp.float32), bucket)
+        level = _values.in_blocks((code - levels).astype(jnp.float32), bucket)
         numbers = _values.with_range_of(level * unit[..., None], dtype)
         numbers = _in_one_run(numbers)[..., :length]
         return jnp.where(code == 2 * levels + 1, jnp.asarray(jnp.nan, dtype), numbers)
@@ -114,14 +114,8 @@ def qsgd(*, bits: int = 8, bucket: int = 512, norm: str = "max") -> Codec:
         unit = lax.bitcast_convert_type(message[..., :split], jnp.float32)
         return dequantize(_bits.unpack(message[..., split:], bits)[..., :length], unit, dtype)
 
-    return Codec(
-        encode,
-        decode,
-        encode_dense,
-        decode_dense,
-        exact=False,
-        spec=Spec.of("qsgd", bits=bits, bucket=bucket, norm=norm),
-    )
+    spec = Spec.of("qsgd", bits=bits, bucket=bucket, norm=norm)
+    return Codec(encode, decode, encode_dense, decode_dense, exact=False, spec=spec)
 
 
 def _scale(numbers: jax.Array, norm: str) -> jax.Array:
@@ -133,11 +127,6 @@ def _scale(numbers: jax.Array, norm: str) -> jax.Array:
     share = numbers / jnp.where(largest > 0, largest, 1.0)[..., None]
     length = jnp.maximum(jnp.sqrt(jnp.sum(share * share, axis=-1)), 1.0)
     return jnp.minimum(largest * length, jnp.finfo(jnp.float32).max)
-
-
-def _in_buckets(x: jax.Array, bucket: int) -> jax.Array:
-    x = _bits.pad_to(x, bucket)
-    return x.reshape(*x.shape[:-1], x.shape[-1] // bucket, bucket)
 
 
 def _in_one_run(x: jax.Array) -> jax.Array:

@@ -63,3 +63,14 @@ def to_bf16_bits(values: jax.Array) -> jax.Array:
 def from_bf16_bits(pattern: jax.Array, dtype) -> jax.Array:
     """The inverse of :func:`to_bf16_bits`; higher bits of ``pattern`` are ignored."""
     return lax.bitcast_convert_type(pattern.astype(jnp.int32) << 16, jnp.float32).astype(dtype)
+
+
+def in_blocks(x: jax.Array, block: int) -> jax.Array:
+    """``x[..., m]`` as ``[..., ceil(m / block), block]``, padded with zeros."""
+    x = _bits.pad_to(x, block)
+    return x.reshape(*x.shape[:-1], x.shape[-1] // block, block)
+
+
+def spread(of_block: jax.Array, block: int, length: int) -> jax.Array:
+    """Repeats the number of each block for each of ``length`` values."""
+    return jnp.repeat(of_block, block, axis=-1)[..., :length]

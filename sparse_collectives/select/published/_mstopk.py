@@ -117,9 +117,11 @@ def mstopk(density: float, *, samplings: int = 30) -> Selector:
 def _search(acc: jax.Array, k: int, samplings: int) -> _Bracket:
     """Lines 1 to 24: the two thresholds after the last sampling."""
     size = acc.shape[0]
-    extent = _statistics.extent(acc)  # Lines 2 and 3.
-    bottom = jnp.ones_like(_bits.magnitude_bits(extent.mean))
-    start = _Bracket(extent.mean, extent.largest, bottom, bottom * (_bits.INFINITY_BITS - 1))
+    # Lines 2 and 3.
+    extent = _statistics.extent(acc)
+    mean = extent.mean(size)
+    bottom = jnp.ones_like(_bits.magnitude_bits(mean))
+    start = _Bracket(mean, extent.largest, bottom, bottom * (_bits.INFINITY_BITS - 1))
     low, candidates, count = _candidates(acc, k)
     bits = _bits.magnitude_bits(candidates)
 

@@ -81,7 +81,7 @@ def redsync(density: float, *, rounds: int = 20, headroom: float = 1.0) -> Selec
 def _searched_threshold(acc: jax.Array, k: int, rounds: int) -> jax.Array:
     """The threshold that k to 2k entries reach, or the nearest lower one that was tried."""
     extent = _statistics.extent(acc)
-    mean = extent.mean
+    mean = extent.mean(extent.count)
 
     def unfinished(carry):
         turn, _, _, found = carry
