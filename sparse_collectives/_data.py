@@ -116,9 +116,9 @@ def empty(size: int, capacity: int, dtype: type[Any] | np.dtype[Any] = jnp.float
 
 def widen(coo: PaddedCOO, capacity: int) -> PaddedCOO:
     """The same entries in ``capacity`` slots, at least as many as ``coo`` has."""
-    room = [(0, 0)] * (coo.indices.ndim - 1) + [(0, capacity - coo.capacity)]
-    indices = jnp.pad(coo.indices, room, constant_values=coo.size)
-    return PaddedCOO(jnp.pad(coo.values, room), indices, coo.size)
+    padding = [(0, 0)] * (coo.indices.ndim - 1) + [(0, capacity - coo.capacity)]
+    indices = jnp.pad(coo.indices, padding, constant_values=coo.size)
+    return PaddedCOO(jnp.pad(coo.values, padding), indices, coo.size)
 
 
 def concatenate(parts: Sequence[PaddedCOO]) -> PaddedCOO:

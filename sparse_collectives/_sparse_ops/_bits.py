@@ -190,8 +190,8 @@ def _on_a_cpu(counts: jax.Array) -> jax.Array:
 
 def _by_rows(counts: jax.Array) -> jax.Array:
     size, lead = counts.shape[-1], counts.shape[:-1]
-    room = [(0, 0)] * len(lead) + [(0, -size % _ROW)]
-    rows = jnp.pad(counts, room).reshape(*lead, -1, _ROW)
+    padding = [(0, 0)] * len(lead) + [(0, -size % _ROW)]
+    rows = jnp.pad(counts, padding).reshape(*lead, -1, _ROW)
     total = jnp.sum(rows, axis=-1)
     before = _compat.varying_like(_at_once(total) - total, counts)
 

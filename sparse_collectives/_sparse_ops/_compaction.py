@@ -168,9 +168,9 @@ def slot_of_rank(rank: jax.Array, start: jax.Array, wrapped: jax.Array, capacity
 
 def window(count: jax.Array, capacity: int, turn: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The start of the window, and how many of its entries wrap around to the front."""
-    crowded = count > capacity
-    start = jnp.where(crowded, _hash.below(turn, count), 0)
-    return start, jnp.where(crowded, jnp.maximum(start - (count - capacity), 0), 0)
+    exceeded = count > capacity
+    start = jnp.where(exceeded, _hash.below(turn, count), 0)
+    return start, jnp.where(exceeded, jnp.maximum(start - (count - capacity), 0), 0)
 
 
 def bounded(coo: PaddedCOO, capacity: int, turn: jax.Array) -> tuple[PaddedCOO, PaddedCOO]:
@@ -197,6 +197,17 @@ def bounded(coo: PaddedCOO, capacity: int, turn: jax.Array) -> tuple[PaddedCOO, 
     left = jnp.where(wrapped > 0, place + wrapped, around)
     left = jnp.where(place < count - capacity, left, coo.capacity)
     return take(coo, source), take(coo, left)
+
+
+def entries_at(
+    x: jax.Array, words: jax.Array, capacity: int, turn: jax.Array | None = None
+) -> tuple[PaddedCOO, jax.Array]:
+    """The entries of ``x f[n]`` at the set bits of ``words``, and the number of these.
+
+    The arguments are as for :func:`set_positions`.
+    """
+    indices, count = set_positions(words, capacity, x.shape[0], turn)
+    return PaddedCOO(x.at[indices].get(mode="fill", fill_value=0), indices, x.shape[0]), count
 
 
 def compact(
@@ -233,9 +244,7 @@ def compact(
         first = jnp.arange(start, stop, dtype=jnp.int32) < tie_cutoff
         return (bits > threshold_bits) | ((bits == threshold_bits) & first & (bits > 0))
 
-    indices, count = set_positions(_bits.mask_words(mask_of, size), capacity, size, turn)
-    values = x.at[indices].get(mode="fill", fill_value=0)
-    return PaddedCOO(values, indices, size), count
+    return entries_at(x, _bits.mask_words(mask_of, size), capacity, turn)
 
 
 def compact_mask(coo: PaddedCOO, mask: jax.Array, *, capacity: int) -> tuple[PaddedCOO, jax.Array]:
@@ -277,8 +286,4 @@ def compact_indices(
 
     Cost: O(s), and a few passes over n / 32 words.
     """
-    size = x.shape[0]
-    words = _bitset.of_unique(indices, size)
-    ascending, count = set_positions(words, capacity, size)
-    values = x.at[ascending].get(mode="fill", fill_value=0)
-    return PaddedCOO(values, ascending, size), count
+    return entries_at(x, _bitset.of_unique(indices, x.shape[0]), capacity)

@@ -205,8 +205,8 @@ def slots_from(
         return slot, passed[0, -1] + jnp.minimum(passed[1, -1], ties)
 
     # If no ties are left out, a CPU needs only one running sum.
-    crowded = jnp.sum(bits >= jnp.maximum(pattern, 1), dtype=jnp.int32) > k
-    return once(crowded, of_some, of_all, bits, pattern)
+    ties_wait = jnp.sum(bits >= jnp.maximum(pattern, 1), dtype=jnp.int32) > k
+    return once(ties_wait, of_some, of_all, bits, pattern)
 
 
 def bisect_all(x: jax.Array, k: int, found: jax.Array, needed: jax.Array) -> jax.Array:

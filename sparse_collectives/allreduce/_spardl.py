@@ -11,7 +11,6 @@ from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllredu
 from sparse_collectives.allreduce._parts import (
     _equal_regions,
     _frame,
-    _halving,
     _hashed,
     _merge,
     _messages,
@@ -81,7 +80,7 @@ def spardl(density: float, *, codec: Codec | None = None) -> SparseAllreduce:
         me = transport.axis_index(axis)
         dtype = coo.values.dtype
         k = _validation.count_from_density(density, coo.size)
-        plan = _halving.make_plan(coo.size, k, workers, coo.capacity)
+        plan = _slots.make_halving(coo.size, k, workers, coo.capacity)
         # A single worker sends nothing, so nothing has to be encoded.
         codec = chosen_codec if workers > 1 else wire.raw()
         words, useful = 0.0, jnp.zeros((), jnp.float32)
@@ -159,7 +158,7 @@ def spardl(density: float, *, codec: Codec | None = None) -> SparseAllreduce:
     return SparseAllreduce(_frame.init, reduce, spec=spec, choose=choose)
 
 
-def _add(held: PaddedCOO, received: PaddedCOO, step: _halving.Round) -> PaddedCOO:
+def _add(held: PaddedCOO, received: PaddedCOO, step: _slots.Round) -> PaddedCOO:
     """Adds the received entries of the first blocks to the entries that are held.
 
     Args:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from sparse_collectives.allreduce import _agreed
 from sparse_collectives.allreduce._ok_topk import _plan
-from sparse_collectives.allreduce._parts import _halving, _slots, _sums
+from sparse_collectives.allreduce._parts import _slots, _sums
 from sparse_collectives.cost_model._codecs import MessageSizes, codec_sizes
 from sparse_collectives.cost_model._fill_in import expected_union
 from sparse_collectives.cost_model._types import Cost, Estimate, Workload, certain, log2_rounds
@@ -193,7 +193,7 @@ def spardl(w: Workload, codec: MessageSizes) -> Estimate:
     """Log P messages with P - 1 blocks in all, then an allgather of a block of each worker."""
     if w.workers == 1:
         return certain(Cost())
-    plan = _halving.make_plan(w.size, w.selected, w.workers, w.selected)
+    plan = _slots.make_halving(w.size, w.selected, w.workers, w.selected)
     reduced = Cost()
     for step in plan.rounds:
         words = step.blocks * codec.pairs(step.slots, plan.width)

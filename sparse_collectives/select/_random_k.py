@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 
 from sparse_collectives import _hash, _validation, transport
-from sparse_collectives._data import PaddedCOO
 from sparse_collectives._sparse_ops import _bits, _bitset, _compaction
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, SelectInfo, Selector
@@ -67,14 +66,13 @@ def random_k(density: float, *, seed: int = 0, axis: AxisName | None = None) -> 
         nonzero = _bits.magnitude_bits(acc.at[drawn].get(mode="clip")) > 0
         members = jnp.where(nonzero, drawn, size)
         words = _bitset.insert(_bitset.empty(size), members, size)
-        indices, count = _compaction.set_positions(words, k, size)
-        values = acc.at[indices].get(mode="fill", fill_value=0)
+        coo, count = _compaction.entries_at(acc, words, k)
         info = SelectInfo(
             selected=count,
             overflow=jnp.zeros_like(count),
             threshold=jnp.zeros_like(count, jnp.float32),
         )
-        return PaddedCOO(values, indices, size), info
+        return coo, info
 
     def fork(state: jax.Array, number: jax.Array) -> jax.Array:
         return state + number * jnp.int32(_STRIDE)

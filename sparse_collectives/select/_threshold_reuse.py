@@ -148,27 +148,13 @@ def threshold_reuse(
             # Still off by a factor of two: evaluate exactly at the next step.
             lost = (trial.count > 2 * k) | (2 * trial.count < k)
             following = jnp.where(lost, 0.0, _follow(trial, steepness, k))
-        indices, _ = _compaction.set_positions(trial.words, capacity, size, state.count)
-        values = acc.at[indices].get(mode="fill", fill_value=0)
+        coo, _ = _compaction.entries_at(acc, trial.words, capacity, state.count)
         selected = jnp.minimum(trial.count, capacity)
-        return (
-            _compaction.PaddedCOO(values, indices, size),
-            ThresholdReuseState(state.count + 1, following, steepness),
-            SelectInfo(selected, trial.count - selected, trial.threshold),
-        )
+        info = SelectInfo(selected, trial.count - selected, trial.threshold)
+        return coo, ThresholdReuseState(state.count + 1, following, steepness), info
 
-    return Selector(
-        init,
-        select,
-        spec=Spec.of(
-            "threshold_reuse",
-            density=density,
-            period=period,
-            servo=servo,
-            tolerance=tolerance,
-            headroom=headroom,
-        ),
-    )
+    options = {"period": period, "servo": servo, "tolerance": tolerance, "headroom": headroom}
+    return Selector(init, select, spec=Spec.of("threshold_reuse", density=density, **options))
 
 
 def _select_all(acc: jax.Array, state: ThresholdReuseState):

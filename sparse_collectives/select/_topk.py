@@ -21,7 +21,7 @@ from sparse_collectives._types import SelectInfo, Selector
 
 # The target number of candidates, and slots for them, as multiples of k.
 _AIM = 1.15
-_ROOM = 1.4
+_CANDIDATES = 1.4
 _NONE_BITS = 0x7FFFFFFF
 # Attempts to find candidates.
 _ATTEMPTS = 4
@@ -66,7 +66,7 @@ def topk(density: float) -> Selector:
         state = _compat.varying_like(state, acc)
         size = acc.shape[0]
         k = _validation.count_from_density(density, size)
-        capacity = math.ceil(_ROOM * k) + 32
+        capacity = math.ceil(_CANDIDATES * k) + 32
         if size <= _kth_magnitude.DIRECT_SIZE or 2 * capacity >= size:
             coo, threshold_bits = select_directly(acc, k)
             selected, guess = coo.count(), state

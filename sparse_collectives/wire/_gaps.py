@@ -39,7 +39,7 @@ class GapFormat(NamedTuple):
     digit_bits: int
     digits: int
 
-    def room(self, entries: int, size: int, share: float) -> int:
+    def escape_slots(self, entries: int, size: int, share: float) -> int:
         """Slots to reserve for escapes.
 
         Args:
@@ -117,9 +117,9 @@ def lay_out(
     # If not all fit: a window of slots, which may wrap around, and the entries that end
     # in it. They may take `digits` more slots at the joint of the window.
     needed = end[:, -1:]
-    crowded = needed > slots
-    length = jnp.where(crowded, slots - form.digits, needed)
-    start = jnp.where(crowded, _hash.below(seed, needed), 0)
+    exceeded = needed > slots
+    length = jnp.where(exceeded, slots - form.digits, needed)
+    start = jnp.where(exceeded, _hash.below(seed, needed), 0)
     ahead = valid & (end <= start + length - needed)
     skipped = valid & ~ahead & (end <= start)
     behind = valid & ~ahead & (end > start) & (end <= start + length)

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import sparse_collectives as sc
 from sparse_collectives import cost_model, traffic
-from sparse_collectives.allreduce._parts import _halving
+from sparse_collectives.allreduce._parts import _slots
 from sparse_collectives.cost_model import Workload, _implementation
 from sparse_collectives.cost_model._types import log2_rounds
 from tests.sparse_collectives import helpers, table
@@ -237,7 +237,7 @@ def test_no_message_of_sparcml_is_longer_than_a_dense_one(name, workers, codec):
 
 @pytest.mark.parametrize("workers", [*range(1, 18), 63, 64, 65, 100, 384, 1000, 1024])
 def test_every_part_of_a_block_of_spardl_reaches_its_owner_once(workers):
-    plan = _halving.make_plan(10**6, 10**4, workers, 10**4)
+    plan = _slots.make_halving(10**6, 10**4, workers, 10**4)
     # The sender of the part of a worker's own block, by distance; it is the same for all.
     parts = [[0] for _ in range(workers)]
     for step in plan.rounds:

@@ -190,8 +190,8 @@ def _by_rounds(
             turn=turns.balance,
         )
     # With 'never', entries that do not fit stay.
-    room = plan.gather_slots if options.balance == "never" else options.most
-    stays = jnp.minimum(selection.quota, room)
+    most = plan.gather_slots if options.balance == "never" else options.most
+    stays = jnp.minimum(selection.quota, most)
     return Delivery(
         entries=balanced.entries,
         held=balanced.entries.count(),

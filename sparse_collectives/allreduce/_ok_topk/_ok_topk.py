@@ -14,7 +14,7 @@ from sparse_collectives.allreduce._ok_topk._state import OkTopkState
 from sparse_collectives.allreduce._parts import _frame, _messages
 
 # As published: tau' of the paper's vision model and of its LSTM, and the gate of its balancing.
-_PAPER_PERIOD, _PAPER_ROOM = 32, 4.0
+_PAPER_PERIOD, _PAPER_SLACK = 32, 4.0
 
 
 def ok_topk(
@@ -135,8 +135,7 @@ def ok_topk(
                 f"paper={paper!r} has regions and a balancing of its own, got "
                 f"regions={regions!r} and balance={balance!r}. Leave both out."
             )
-        regions, balance, slack = "balanced", "paper", _PAPER_ROOM if slack is None else slack
-    room = slack if paper else None
+        regions, balance, slack = "balanced", "paper", _PAPER_SLACK if slack is None else slack
 
     def init(size: int, axis_size: int) -> OkTopkState:
         return _state.first(size, axis_size, regions)
@@ -154,9 +153,9 @@ def ok_topk(
         k = _validation.count_from_density(density, coo.size)
         # The largest number of entries that are delivered.
         most, share_slack = k, slack
-        if room is not None:
-            most = min(coo.size, math.ceil(min(room, float(coo.size)) * k))
-            share_slack = math.inf if room >= workers else 1.0
+        if paper and slack is not None:
+            most = min(coo.size, math.ceil(min(slack, float(coo.size)) * k))
+            share_slack = math.inf if slack >= workers else 1.0
         plan = _plan.make_plan(
             coo.size,
             most,
@@ -256,7 +255,7 @@ def ok_topk(
                 threshold, delivery.passed, k, coo.size, period=global_period, paper=paper
             ),
             # Over 1/8 of all entries that could be sent.
-            crowded=(delivery.overflow > workers * k / 8) & (not paper),
+            overflowed=(delivery.overflow > workers * k / 8) & (not paper),
         )
         words = _messages.words_in_all(
             consensus_words, reduced.words, delivery.words, gathered.words

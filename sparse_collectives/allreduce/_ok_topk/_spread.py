@@ -33,11 +33,11 @@ def most_per_pair(counts: jax.Array, capacity: int) -> jax.Array:
 
     A worker whose surplus spans l levels deals at most l to each. Cost: P^2 log(capacity).
     """
-    room = jnp.maximum(capacity - counts, 0)
+    free = jnp.maximum(capacity - counts, 0)
     surplus = jnp.maximum(counts - capacity, 0)
     first = jnp.cumsum(surplus, dtype=jnp.int32) - surplus
     last = first + surplus - 1
-    levels = _level(last, room, capacity) - _level(first, room, capacity) + 1
+    levels = _level(last, free, capacity) - _level(first, free, capacity) + 1
     return jnp.max(jnp.where(surplus > 0, levels, 0))
 
 
@@ -63,12 +63,12 @@ def deal(counts: jax.Array, me: jax.Array, capacity: int, entry: jax.Array) -> D
     return Deal(place % workers, place // workers - start[0] // workers)
 
 
-def _level(rank: jax.Array, room: jax.Array, capacity: int) -> jax.Array:
+def _level(rank: jax.Array, free: jax.Array, capacity: int) -> jax.Array:
     """The level of free slot number ``rank[...]``: the largest with that many below."""
 
     def slots_below(level):
-        room_of_each = lax.expand_dims(room, range(level.ndim))
-        return jnp.sum(jnp.minimum(room_of_each, level[..., None]), axis=-1, dtype=jnp.int32)
+        free_of_each = lax.expand_dims(free, range(level.ndim))
+        return jnp.sum(jnp.minimum(free_of_each, level[..., None]), axis=-1, dtype=jnp.int32)
 
     low, high = jnp.zeros_like(rank), jnp.full_like(rank, capacity)
     for _ in range(capacity.bit_length()):

@@ -31,14 +31,14 @@ class OkTopkState(NamedTuple):
       boundaries: ``i32[P + 1]``, where the regions begin and end; with hashed
         regions in the order of the owners.
       threshold: ``f32[]``, the global threshold of the next step.
-      crowded: ``bool[]``, whether so many entries found no slot that balanced
+      overflowed: ``bool[]``, whether so many entries found no slot that balanced
         regions are cut again at the next step.
     """
 
     count: jax.Array
     boundaries: jax.Array
     threshold: jax.Array
-    crowded: jax.Array
+    overflowed: jax.Array
 
 
 def first(size: int, workers: int, regions: str) -> OkTopkState:
@@ -50,7 +50,7 @@ def first(size: int, workers: int, regions: str) -> OkTopkState:
         boundaries=starts(size, workers),
         threshold=jnp.zeros((), jnp.float32),
         # The first step cuts the regions, whatever its count.
-        crowded=jnp.ones((), jnp.bool_),
+        overflowed=jnp.ones((), jnp.bool_),
     )
 
 
@@ -142,13 +142,13 @@ def agree(
     exchange: Collective,
     axis: AxisName,
 ) -> tuple[jax.Array, _messages.Words]:
-    """Algorithm 1, lines 5 to 7: the consensus every ``period`` steps and after a crowded one.
+    """Algorithm 1, lines 5 to 7: the consensus every ``period`` steps and after one that overflowed.
 
     Returns:
       ``i32[P + 1]``, equal on all workers; and the words moved.
     """
     workers = transport.axis_size(axis)
-    repartition = (state.count % period == 0) | state.crowded
+    repartition = (state.count % period == 0) | state.overflowed
     boundaries = lax.cond(
         repartition, lambda: consensus(coo, workers, axis), lambda: state.boundaries
     )

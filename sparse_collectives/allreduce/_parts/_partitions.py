@@ -70,8 +70,8 @@ class Partitions(NamedTuple):
         mine = once(partition >= 0, blocks_of, zeros, vector, partition).reshape(-1)
         if not self.rest:
             return mine
-        room = self.workers * self.rest - (self.size - self._dealt)
-        rest = jnp.pad(vector[self._dealt :], (0, room))
+        missing = self.workers * self.rest - (self.size - self._dealt)
+        rest = jnp.pad(vector[self._dealt :], (0, missing))
         start = partition.astype(jnp.int32) * self.rest
         return jnp.concatenate([mine, lax.dynamic_slice_in_dim(rest, start, self.rest)])
 

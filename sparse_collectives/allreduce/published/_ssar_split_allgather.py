@@ -80,8 +80,8 @@ def ssar_split_allgather(
         sums = split.sums
 
         # The allgather: of pairs, or dense if that is shorter.
-        room = min(slots, sums.capacity)
-        whole = _stream.goes_dense(codec, room, regions.width, dtype)
+        gather_slots = min(slots, sums.capacity)
+        whole = _stream.goes_dense(codec, gather_slots, regions.width, dtype)
         mine = sums.to_dense() if whole else _compaction.bounded(sums, slots, turn)[0]
         outgoing = _stream.encode(mine, codec, _hash.seed(count, 1, me))
         delivered = split.sent
@@ -91,7 +91,7 @@ def ssar_split_allgather(
             )
         else:
             total = _equal_regions.gather(outgoing.message, regions, dtype, axis=axis, codec=codec)
-            if room < sums.capacity or not codec.exact:
+            if gather_slots < sums.capacity or not codec.exact:
                 # Entries that were sent and are in the total are delivered, the others are kept.
                 in_total = _bitset.insert(_bitset.empty(coo.size), total.indices, coo.size)
                 delivered = delivered & _bitset.contains(in_total, coo.indices)

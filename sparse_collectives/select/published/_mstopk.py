@@ -20,7 +20,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_collectives import _hash, _validation
-from sparse_collectives._data import PaddedCOO
 from sparse_collectives._sparse_ops import _bits, _compaction, _kth_magnitude
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import SelectInfo, Selector
@@ -29,7 +28,7 @@ from sparse_collectives.select import _frame, _statistics
 _LARGEST_BITS = 0x7FFFFFFF
 _ALL_ONES = 0xFFFFFFFF
 # Slots for the candidates, as a multiple of k.
-_ROOM = 1.75
+_CANDIDATES = 1.75
 
 
 class _Bracket(NamedTuple):
@@ -99,17 +98,14 @@ def mstopk(density: float, *, samplings: int = 30) -> Selector:
     samplings = _validation.check_positive_int("samplings", samplings)
 
     def choose(acc: jax.Array, k: int, turn: jax.Array):
-        size = acc.shape[0]
         bracket = _search(acc, k, samplings)
-        words = _words_between(acc, bracket, k, turn)
-        indices, count = _compaction.set_positions(words, k, size)
-        values = acc.at[indices].get(mode="fill", fill_value=0)
+        coo, count = _compaction.entries_at(acc, _words_between(acc, bracket, k, turn), k)
         info = SelectInfo(
             selected=count,
             overflow=jnp.zeros_like(count),
             threshold=_bits.magnitude_from_bits(bracket.lower),
         )
-        return PaddedCOO(values, indices, size), info
+        return coo, info
 
     return _frame.counted(choose, density, Spec.of("mstopk", density=density, samplings=samplings))
 
@@ -180,7 +176,7 @@ def _candidates(acc: jax.Array, k: int) -> tuple[jax.Array, jax.Array, jax.Array
     If n is small, or k is near n, all values are returned.
     """
     size = acc.shape[0]
-    capacity = math.ceil(_ROOM * k) + 32
+    capacity = math.ceil(_CANDIDATES * k) + 32
     if size <= _kth_magnitude.DIRECT_SIZE or 2 * capacity >= size:
         none = jnp.zeros_like(acc[0], jnp.int32)
         return none, acc, none + size
