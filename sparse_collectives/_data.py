@@ -23,9 +23,8 @@ class PaddedCOO:
     padding: index ``size`` (one past the end) and value 0. A scatter with
     ``mode='drop'`` ignores padding, and padding does not change a sum.
 
-    The indices of a selection are unique and ascending, with the padding last.
-    The indices of an allreduce's total are unique, but padding may stand between
-    them.
+    The indices of a selection are unique and ascending, with the padding last. The indices of an
+    allreduce's total are unique, but padding may stand between them.
 
     Attributes:
       values: ``f[..., capacity]``.

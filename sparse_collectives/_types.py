@@ -133,12 +133,11 @@ class SparseAllreduce(NamedTuple):
       scatter: ``scatter(f[n]) -> f[m]``: this worker's part of the sum over
         ``shard_axis``. Without such an axis it returns the vector.
       gather: ``gather(f[m], n) -> f[n]``: the parts of all workers, the same on every worker.
-      full_sums: whether the total has full sums: all workers add their values at an index that
-        any of them selected. ``reduce`` then takes ``acc=``, the accumulator ``f[size]`` from
-        which ``coo`` was selected, ``undelivered.rest_at_total`` is the rest of it at the indices
-        of the total, and conservation holds for the accumulators. Without ``acc`` a worker
-        contributes only ``coo``. If all selections are empty, nothing is delivered: so a step is
-        skipped.
+      full_sums: whether the total has full sums: all workers add their values at an index that any
+        of them selected. ``reduce`` then takes ``acc=``, the accumulator ``f[size]`` from which
+        ``coo`` was selected, ``undelivered.rest_at_total`` is the rest of it at the indices of the
+        total, and conservation holds for the accumulators. Without ``acc`` a worker contributes
+        only ``coo``. If all selections are empty, nothing is delivered: so a step is skipped.
       choose: ``choose(coo, state, *, axis) -> (indices i32[K], state, info)``: the indices
         that ``total`` would have, unique except for padding, and the same on every worker. It
         takes fewer words than ``reduce``, for callers that add up other values at these indices.
@@ -172,8 +171,7 @@ class ReduceInfo(NamedTuple):
       delivered: ``i32[]``, entries in the total; equal on all workers.
       overflow: ``i32[]``, entries of this worker that found no slot on the way.
       threshold: ``f32[]``, the global threshold; equal on all workers.
-      words: ``f32[]``, 4-byte words each worker received, padding included;
-        equal on all workers.
+      words: ``f32[]``, 4-byte words each worker received, padding included; equal on all workers.
       useful: ``f32[]``, words that this worker sent, without padding: a message
         with e entries in c slots counts e / c of its words; dense runs, counts and
         histograms count in full. Every sent word is received, so the mean over the

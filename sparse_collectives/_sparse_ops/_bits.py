@@ -60,9 +60,8 @@ def mask_words(mask_of, size: int) -> jax.Array:
     """Packs a mask over ``size`` entries, ``u32[ceil(size / 32)]``.
 
     Args:
-      mask_of: ``mask_of(start, stop) -> bool[stop - start]``, called for the part
-        that fills whole words and for the rest, so that no n-sized buffer is
-        padded, which would copy it.
+      mask_of: ``mask_of(start, stop) -> bool[stop - start]``, called for the part that fills whole
+        words and for the rest, so that no n-sized buffer is padded, which would copy it.
       size: the number of entries, n >= 1.
     """
     main = size // 32 * 32

@@ -1,8 +1,7 @@
 """Sets of indices as bits: membership and rank in O(1) per query.
 
-A set over n indices takes n / 8 bytes. It replaces sorting: merging and
-intersecting k sorted indices cost a few gathers and scatters of k entries and
-one pass over n / 32 words.
+A set over n indices takes n / 8 bytes. It replaces sorting: merging and intersecting k sorted
+indices cost a few gathers and scatters of k entries and one pass over n / 32 words.
 """
 
 from typing import NamedTuple

@@ -146,8 +146,7 @@ def windowed_rank(slot: jax.Array, count: jax.Array, capacity: int, turn: jax.Ar
       count: ``i32[...]``, broadcastable to ``slot``.
       capacity: static number of slots.
       turn: an integer, ``[]``. Several places that an entry passes in one step need different
-        turns; otherwise a start that serves it at one place might never serve it at the
-        next.
+        turns; otherwise a start that serves it at one place might never serve it at the next.
     """
     start, wrapped = window(count, capacity, turn)
     return jnp.where(slot < wrapped, slot, start + slot - wrapped)

@@ -1,10 +1,9 @@
 """The exact k-th largest magnitude of a vector, and the k largest, without sorting it.
 
-A strided sample gives a magnitude that a little more than k entries reach with
-near certainty; these are compacted in one pass, and the exact k-th is found
-among them by interpolation between bit patterns. If the sample misled, which the
-count shows, a bisection over the 31 bits of the magnitude runs over all n
-entries; it is slower and just as exact.
+A strided sample gives a magnitude that a little more than k entries reach with near certainty;
+these are compacted in one pass, and the exact k-th is found among them by interpolation between bit
+patterns. If the sample misled, which the count shows, a bisection over the 31 bits of the magnitude
+runs over all n entries; it is slower and just as exact.
 """
 
 import math

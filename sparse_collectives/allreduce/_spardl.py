@@ -59,10 +59,9 @@ def spardl(density: float, *, codec: Codec | None = None) -> SparseAllreduce:
 
     Returns:
       A :class:`SparseAllreduce` with a :class:`StepState`; its total is a PaddedCOO of
-      ``P ceil(k/P)`` slots, indices in no order. ``info.threshold`` is the smallest
-      magnitude in it. ``info.overflow`` counts entries that found no slot in their block
-      before the first message (a block has room for four standard deviations), and entries
-      that the codec left out.
+      ``P ceil(k/P)`` slots, indices in no order. ``info.threshold`` is the smallest magnitude in
+      it. ``info.overflow`` counts entries that found no slot in their block before the first
+      message (a block has room for four standard deviations), and entries that the codec left out.
 
     Raises:
       ValueError: a density outside (0, 1]; at ``reduce``, an axis that is not bound.

@@ -21,16 +21,14 @@ def topk_a(*, codec: Codec | None = None) -> SparseAllreduce:
     selected is delivered. It suits two workers, and up to four if messages cost more than
     bytes; its volume grows with P.
 
-    Values and indices are packed in one integer array, so that a step is one
-    collective.
+    Values and indices are packed in one integer array, so that a step is one collective.
 
     Cost, for selections of c slots: ``2 c (P-1)`` words received (an exact codec),
     ``log2 P`` latencies. Compute: P c random additions into n zeros.
 
-    The total is dense. A PaddedCOO of the union would need two more random
-    accesses for each of the P c pairs, to number the union and to write it into n
-    zeros in the end. The additions here write the n values at once, which any caller
-    needs to apply the update.
+    The total is dense. A PaddedCOO of the union would need two more random accesses for each of the
+    P c pairs, to number the union and to write it into n zeros in the end. The additions here write
+    the n values at once, which any caller needs to apply the update.
 
     Args:
       codec: encoding of the messages, exact by default. With a lossy one the total

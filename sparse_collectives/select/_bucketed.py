@@ -19,11 +19,10 @@ from sparse_collectives.select import _rows
 def bucketed(density: float, *, bucket: int = 512) -> Selector:
     """Selects the ``max(1, round(density * bucket))`` largest entries of each bucket.
 
-    Among entries tied at a bucket's k-th magnitude, those with the smallest
-    indices are taken. Zeros are never selected. NaN counts as larger than
-    infinity. The entries after the last whole bucket form a shorter bucket, from
-    which the same share is taken. If ``bucket`` exceeds n, there is one bucket of
-    n entries.
+    Among entries tied at a bucket's k-th magnitude, those with the smallest indices are taken.
+    Zeros are never selected. NaN counts as larger than infinity. The entries after the last whole
+    bucket form a shorter bucket, from which the same share is taken. If ``bucket`` exceeds n, there
+    is one bucket of n entries.
 
     Args:
       density: the share taken from each bucket, in (0, 1]. Below 1 / bucket, one

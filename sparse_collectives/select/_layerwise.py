@@ -49,14 +49,12 @@ def layerwise(selector: Selector) -> Selector:
         layers of the same size draw different ones.
 
     Returns:
-      A :class:`Selector` whose ``init`` takes a
-      :class:`sparse_collectives.Layout`; :func:`optax_ext.sparse_allreduce` passes
-      the layout of the parameters. Given a number of entries, it selects as
-      ``selector`` does. A layer of fewer than 1 / density entries sends one entry, so
-      a model with many small layers selects somewhat more than ``density * n``.
+      A :class:`Selector` whose ``init`` takes a :class:`sparse_collectives.Layout`;
+      :func:`optax_ext.sparse_allreduce` passes the layout of the parameters. Given a number of
+      entries, it selects as ``selector`` does. A layer of fewer than 1 / density entries sends one
+      entry, so a model with many small layers selects somewhat more than ``density * n``.
 
-    Cost: the cost of ``selector`` for each layer. Layers of the same size share one
-    compiled loop.
+    Cost: the cost of ``selector`` for each layer. Layers of the same size share one compiled loop.
 
     Example:
       >>> import jax, jax.numpy as jnp

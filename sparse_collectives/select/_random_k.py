@@ -19,9 +19,8 @@ _STRIDE = 0x9E3779B9 - 2**32
 def random_k(density: float, *, seed: int = 0, axis: AxisName | None = None) -> Selector:
     """Draws ``k = max(1, round(density * n))`` distinct indices at each step.
 
-    Every index is equally likely, whatever its value, and the draws of different
-    steps are independent. An index whose entry is zero may be drawn but is not
-    sent: its slot is padding.
+    Every index is equally likely, whatever its value, and the draws of different steps are
+    independent. An index whose entry is zero may be drawn but is not sent: its slot is padding.
 
     Args:
       density: k / n, in (0, 1].

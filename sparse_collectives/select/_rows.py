@@ -1,10 +1,9 @@
 """The largest magnitudes of each row of a matrix, all rows at once.
 
-A row's k-th magnitude is bounded from below by the k-th largest among the
-maxima of groups of its entries. The few entries that reach this bound are put
-into slots, row by row, and the exact selection is made there. If they do not fit
-in the slots, which the count shows, the bound is replaced by the exact k-th
-magnitude, found by bisection over all entries.
+A row's k-th magnitude is bounded from below by the k-th largest among the maxima of groups of its
+entries. The few entries that reach this bound are put into slots, row by row, and the exact
+selection is made there. If they do not fit in the slots, which the count shows, the bound is
+replaced by the exact k-th magnitude, found by bisection over all entries.
 
 Every intermediate result has the rows along its last axis, so that one
 implementation serves rows that are contiguous in memory (``axis=1``) and rows
@@ -41,9 +40,8 @@ def largest_of_rows(matrix: jax.Array, k: int, axis: int) -> tuple[jax.Array, ja
       size of the matrix in empty slots, s at most ``r * min(N, 2 k + 8)``; and the
       bits of each row's k-th magnitude, ``i32[r]``, or 0 if fewer are nonzero.
 
-    Cost: two passes over n = r N entries, 16 over n / 16 maxima and 31 over about
-    ``2 k r`` slots. 33 more over n in the rare miss, and if more than 1/8 of a
-    row is selected.
+    Cost: two passes over n = r N entries, 16 over n / 16 maxima and 31 over about ``2 k r`` slots.
+    33 more over n in the rare miss, and if more than 1/8 of a row is selected.
     """
     length = matrix.shape[axis]
     capacity = min(length, 2 * k + 8)

@@ -39,10 +39,9 @@ def scheduled(selector: Selector, schedule: float | DensitySchedule) -> Selector
 
     Args:
       selector: any selector.
-      schedule: a density in (0, 1], or a function of the number of selections made, such
-        as :func:`exponential_density` and :func:`staged_density`. A density that needs
-        more slots than there are is clipped, and ``clipped`` counts it;
-        :func:`strict_density` makes it an error.
+      schedule: a density in (0, 1], or a function of the number of selections made, such as
+        :func:`exponential_density` and :func:`staged_density`. A density that needs more slots than
+        there are is clipped, and ``clipped`` counts it; :func:`strict_density` makes it an error.
 
     Returns:
       A :class:`Selector`.
@@ -52,8 +51,7 @@ def scheduled(selector: Selector, schedule: float | DensitySchedule) -> Selector
       ValueError: a density that is known at trace time is out of (0, 1] or needs more
         slots than the selector has.
 
-    Cost: a bisection over the selected magnitudes, in addition to the cost of
-    ``selector``.
+    Cost: a bisection over the selected magnitudes, in addition to the cost of ``selector``.
 
     Example:
       >>> import jax.numpy as jnp, sparse_collectives as sc

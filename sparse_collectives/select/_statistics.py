@@ -1,10 +1,9 @@
 """Sums and maxima over the finite entries of a vector, at the speed of memory.
 
-The estimators of a threshold start from the moments of the accumulator. A plain
-``jnp.sum(x)`` over n entries has two problems: NaN and infinity spread to the
-threshold, and squares of large entries overflow. A masked sum is ten times slower
-than a plain one on CPU. Therefore the maximum is taken first: it shows whether a
-mask is needed at all, and gives a power of two to scale by.
+The estimators of a threshold start from the moments of the accumulator. A plain ``jnp.sum(x)`` over
+n entries has two problems: NaN and infinity spread to the threshold, and squares of large entries
+overflow. A masked sum is ten times slower than a plain one on CPU. Therefore the maximum is taken
+first: it shows whether a mask is needed at all, and gives a power of two to scale by.
 """
 
 from typing import NamedTuple

@@ -25,10 +25,9 @@ def threshold(*, magnitude: float, density: float) -> Selector:
     The others are counted as overflow and stay with the caller.
 
     Args:
-      magnitude: the threshold, in [0, inf], in the units of the accumulator and
-        rounded to float32. A good value depends on the learning rate, the loss and
-        the layer, so it has to be found by trial; ``topk`` and ``threshold_reuse``
-        avoid that.
+      magnitude: the threshold, in [0, inf], in the units of the accumulator and rounded to float32.
+        A good value depends on the learning rate, the loss and the layer, so it has to be found by
+        trial; ``topk`` and ``threshold_reuse`` avoid that.
       density: the slots of the buffer as a share of n, in (0, 1]: an upper bound
         on k / n, not a target.
 

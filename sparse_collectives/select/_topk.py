@@ -1,10 +1,9 @@
 """Exact top-k: the k largest magnitudes, ties broken by index.
 
-The previous step gives a guess: a magnitude that somewhat more than k entries
-reach. One pass compacts these candidates, and the exact selection is made among
-them. If the guess fails, which the count shows, the next guess comes from a
-sample of this step's entries. The last resort is the exact k-th magnitude of all
-n entries.
+The previous step gives a guess: a magnitude that somewhat more than k entries reach. One pass
+compacts these candidates, and the exact selection is made among them. If the guess fails, which the
+count shows, the next guess comes from a sample of this step's entries. The last resort is the exact
+k-th magnitude of all n entries.
 """
 
 import math

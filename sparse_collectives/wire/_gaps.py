@@ -99,8 +99,7 @@ def lay_out(
       seed: ``u32[]``.
       marked: ``bool[r, c]``, entries that take one more slot, a mark. None: no entry.
 
-    Cost: a running maximum, a running sum, ``1 + digits`` scatters and a few gathers
-    of c entries.
+    Cost: a running maximum, a running sum, ``1 + digits`` scatters and a few gathers of c entries.
     """
     indices = coo.indices
     marks = jnp.zeros_like(indices) if marked is None else marked.astype(jnp.int32)

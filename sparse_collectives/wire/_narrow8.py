@@ -5,11 +5,10 @@ between the bit patterns of the smallest and the largest magnitude of the block.
 within 9 %, the logarithm of its number, so the relative error is nearly the same for all entries.
 All arithmetic is with integers, which gives the same bits on every platform.
 
-The values of a top-k selection all lie above a threshold, and most of them near
-it, so levels between 0 and the maximum leave most of their range unused. The table
-has the error for the largest 1 % of 4 million numbers: the root mean square of the
-errors relative to the root mean square of the values, and in brackets the mean of
-the entries' relative errors.
+The values of a top-k selection all lie above a threshold, and most of them near it, so levels
+between 0 and the maximum leave most of their range unused. The table has the error for the largest
+1 % of 4 million numbers: the root mean square of the errors relative to the root mean square of the
+values, and in brackets the mean of the entries' relative errors.
 
 ===============  ==============  =============  =============
 distribution     0 to max        min to max     this module
@@ -56,20 +55,18 @@ def narrow8(*, block: int = 128, escapes: float = 1 / 8) -> Codec:
     value and never over 6.5 %. Zeros are exact. A value below 2**-16 of the largest
     value of its block may be sent as zero. A value that is not finite arrives as NaN.
 
-    A message is the first index of its row; one word for each block (the upper
-    halves of the float32 of its lowest level and of one above its highest); and
-    two slots to a word, the first in the lower half. A slot is the value in the
-    upper 8 bits and the gap in the lower ones. Gaps of 253 or more take up to three
-    more slots, the escapes, with the codes 253, 254 and 255 and 8 bits of gap // 253
-    each, the lowest digit nearest to the entry.
+    A message is the first index of its row; one word for each block (the upper halves of the
+    float32 of its lowest level and of one above its highest); and two slots to a word, the first in
+    the lower half. A slot is the value in the upper 8 bits and the gap in the lower ones. Gaps of
+    253 or more take up to three more slots, the escapes, with the codes 253, 254 and 255 and 8 bits
+    of gap // 253 each, the lowest digit nearest to the entry.
 
     Args:
       block: the number of slots that share their levels, a multiple of 4.
-      escapes: room for escapes in a message, as a share of its slots (six more are
-        added; unused slots serve as well). Entries without room are reported as not
-        sent; which ones these are depends on the seed. The default is for densities
-        of about 1 % and more. At 0.3 %, half of the entries need an escape, and
-        below that :func:`narrow16` takes fewer words.
+      escapes: room for escapes in a message, as a share of its slots (six more are added; unused
+        slots serve as well). Entries without room are reported as not sent; which ones these are
+        depends on the seed. The default is for densities of about 1 % and more. At 0.3 %, half of
+        the entries need an escape, and below that :func:`narrow16` takes fewer words.
 
     Returns:
       A :class:`Codec`. ``c`` pairs take about ``c (1 + escapes) (1 / 2 + 1 / block)``

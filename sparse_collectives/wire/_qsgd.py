@@ -20,20 +20,18 @@ def qsgd(*, bits: int = 8, bucket: int = 512, norm: str = "max") -> Codec:
         E[decode(encode(v))] = v, \quad
         decode(\cdot) \in \{-s, \dots, s\} \cdot \frac{scale}{s}, \quad s = 2^{bits-1} - 1
 
-    The random numbers are a hash of the seed and the position (the index of an
-    entry, or the place in a dense run), so the same seed and values give the same
-    message everywhere. Each error is less than ``scale / s``. With 2 bits, the error
-    of values below half of the scale is on average larger than the value. Error
-    feedback then amplifies the error until training diverges: use 4 or 8 bits with
-    error feedback, or :func:`without_feedback`.
+    The random numbers are a hash of the seed and the position (the index of an entry, or the place
+    in a dense run), so the same seed and values give the same message everywhere. Each error is
+    less than ``scale / s``. With 2 bits, the error of values below half of the scale is on average
+    larger than the value. Error feedback then amplifies the error until training diverges: use 4 or
+    8 bits with error feedback, or :func:`without_feedback`.
 
     With error feedback, a value whose bucket has another value r times as large may
     arrive as zero for up to ``r / s`` steps, until its accumulated sum reaches a level.
 
-    A message is the indices, unchanged; ``scale / s`` of each bucket as float32; and
-    the codes, the first in the lowest bits of its word. A code is s more than the
-    signed level, or ``2**bits - 1`` for a value that is not finite, which arrives as
-    NaN.
+    A message is the indices, unchanged; ``scale / s`` of each bucket as float32; and the codes, the
+    first in the lowest bits of its word. A code is s more than the signed level, or ``2**bits - 1``
+    for a value that is not finite, which arrives as NaN.
 
     Args:
       bits: the bits of a value: 2, 4 or 8.

@@ -1,8 +1,7 @@
 """Balancing: the selected entries are spread evenly over the workers.
 
-Ok-Topk, section 3.1.2. The allgather moves as many slots from each worker as
-the fullest one needs, so entries are first moved from workers that selected
-many to workers that selected few.
+Ok-Topk, section 3.1.2. The allgather moves as many slots from each worker as the fullest one needs,
+so entries are first moved from workers that selected many to workers that selected few.
 
 Deviation: the paper balances if the largest count is over four times the
 mean, as in case 3 below; this is the mode ``'paper'``. Messages here have a fixed
@@ -10,8 +9,7 @@ size, so it matters whether each worker's entries fit its slots of the allgather
 and there are four cases, chosen by the counts, which all workers have:
 
 0. all fit: nothing moves;
-1. the surplus fits if each worker passes a few entries to its right
-   neighbor: one ``ppermute``;
+1. the surplus fits if each worker passes a few entries to its right neighbor: one ``ppermute``;
 2. the surplus is dealt out to all workers that have room (:mod:`._spread`): one
    ``all_to_all`` with blocks of a quarter of ceil(k / P);
 3. otherwise entry r of all m, in the order of the workers, goes to worker

@@ -31,8 +31,7 @@ class Reduced(NamedTuple):
       entries: the sums of the region that this worker owns, ascending.
       sent: ``bool[c]`` over the slots of the selection: whether its owner has it.
       overflow: ``i32[]``, entries of the selection that were not sent.
-      error: ``f[c]``, the part of a sent entry that the owner misses; None if
-        nothing was rounded.
+      error: ``f[c]``, the part of a sent entry that the owner misses; None if nothing was rounded.
       words: the words that the exchange moved.
     """
 
@@ -48,17 +47,15 @@ def send_blocks(
 ) -> Iterator[jax.Array]:
     """Sends row j of ``messages[P, w]`` to worker j; yields the arrivals, in buckets.
 
-    Each item is ``i32[b, w]``, its rows ordered by the distance to their sender:
-    first the message of the worker before this one, and so on around the ring. The
-    order is the same for both schedules, so they give the same bits. A worker's own
-    row is left out.
+    Each item is ``i32[b, w]``, its rows ordered by the distance to their sender: first the message
+    of the worker before this one, and so on around the ring. The order is the same for both
+    schedules, so they give the same bits. A worker's own row is left out.
 
-    ``rotation`` (Figure 2 of the paper): at distance s, worker i sends to worker
-    i + s, so no worker is the target of two messages at once. The messages of a
-    bucket do not depend on one another and may be in flight together; the messages of
-    the next one wait until they have arrived. No message waits for a computation on a
-    bucket, so a bucket may be reduced while the next one is under way.
-    ``all_to_all``: one collective, one bucket.
+    ``rotation`` (Figure 2 of the paper): at distance s, worker i sends to worker i + s, so no
+    worker is the target of two messages at once. The messages of a bucket do not depend on one
+    another and may be in flight together; the messages of the next one wait until they have
+    arrived. No message waits for a computation on a bucket, so a bucket may be reduced while the
+    next one is under way. ``all_to_all``: one collective, one bucket.
     """
     workers = messages.shape[0]
     me = transport.axis_index(axis)

@@ -3,11 +3,10 @@
 Ok-Topk, section 3.1.2 and lines 9 to 12 of Algorithm 1. The paper finds the
 global threshold every tau' steps by gathering all reduced values.
 
-Deviation: this is a radix selection. The 31 bits of a magnitude are fixed from the top,
-a digit at a time, by summing histograms over the workers. That moves a small
-share of k words, so it can run at every step, and it gives the exact k-th
-magnitude of the union. Ties go to the first owners and there to the lowest
-indices, so that exactly min(k, nonzeros) entries are selected.
+Deviation: this is a radix selection. The 31 bits of a magnitude are fixed from the top, a digit at
+a time, by summing histograms over the workers. That moves a small share of k words, so it can run
+at every step, and it gives the exact k-th magnitude of the union. Ties go to the first owners and
+there to the lowest indices, so that exactly min(k, nonzeros) entries are selected.
 """
 
 from collections.abc import Sequence

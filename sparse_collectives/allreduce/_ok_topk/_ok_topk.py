@@ -50,37 +50,32 @@ def ok_topk(
     Args:
       density: k / n of the result, in (0, 1].
       repartition_period: tau, steps between two repartitions of the index space, with
-        ``regions='balanced'``.
-        Deviation from the paper: after a step in which more than 1/8 of the
+        ``regions='balanced'``. Deviation from the paper: after a step in which more than 1/8 of the
         entries found no slot, the next repartition follows at once.
       global_period: tau', steps between two evaluations of the exact global
         threshold. The default 1 selects exactly min(k, nonzeros) entries at
         every step; larger values reuse the threshold as the paper does, corrected
         by the count, and deliver at most k. (With ``paper`` the default is 32.)
-      slack: slots of a message as a multiple of its share k / P, at least 1; from P
-        on, or with ``math.inf``, there is room for everything. None: with hashed regions
-        1.05 k / P + 2 sqrt(k / P) slots, or the even share of all entries that can be sent
-        + 3 sqrt(k / P) if that is less; otherwise 1.25 k / P.
-        Entries that find no slot stay with their worker, and which ones changes
-        from step to step.
+      slack: slots of a message as a multiple of its share k / P, at least 1; from P on, or with
+        ``math.inf``, there is room for everything. None: with hashed regions 1.05 k / P + 2
+        sqrt(k / P) slots, or the even share of all entries that can be sent + 3 sqrt(k / P) if that
+        is less; otherwise 1.25 k / P. Entries that find no slot stay with their worker, and which
+        ones changes from step to step.
       schedule: ``'all_to_all'``, one collective, or the paper's ``'rotation'``, one message for
         each distance on the ring, in buckets. The result has the same bits.
-      messages_in_flight: messages of a rotation that may be under way together: a bucket.
-        A bucket is added to the region's sums while the next one is under way (section 3.1.1),
-        if the platform's collectives are asynchronous; each bucket costs a pass over the
-        sums so far.
+      messages_in_flight: messages of a rotation that may be under way together: a bucket. A bucket
+        is added to the region's sums while the next one is under way (section 3.1.1), if the
+        platform's collectives are asynchronous; each bucket costs a pass over the sums so far.
       regions: which worker owns which index. ``'hashed'``: every worker owns one of each P
-        consecutive indices, by a hash of their place and of the step, so
-        that no selection crowds an owner, however uneven it is and however much the
-        workers differ. ``'balanced'``: the paper's boundaries, which follow the mean
-        of the workers' selections; entries overflow if the workers differ.
-        ``'equal'``, for comparison: regions of equal width that never change; entries
-        overflow if selections are uneven.
-      balance: ``'auto'``: as little as the counts require. For comparison,
-        ``'always'``: everything by its rank at every step, 2 k (P-1)/P words; or
-        ``'never'``: entries that do not fit a worker's slots of the allgather are not
-        delivered, count as overflow of that worker, and stay with all who
-        contributed; which entries these are changes from step to step.
+        consecutive indices, by a hash of their place and of the step, so that no selection crowds
+        an owner, however uneven it is and however much the workers differ. ``'balanced'``: the
+        paper's boundaries, which follow the mean of the workers' selections; entries overflow if
+        the workers differ. ``'equal'``, for comparison: regions of equal width that never change;
+        entries overflow if selections are uneven.
+      balance: ``'auto'``: as little as the counts require. For comparison, ``'always'``: everything
+        by its rank at every step, 2 k (P-1)/P words; or ``'never'``: entries that do not fit a
+        worker's slots of the allgather are not delivered, count as overflow of that worker, and
+        stay with all who contributed; which entries these are changes from step to step.
       paper: reproduces the published algorithm. ``True``: Algorithm 1 as published. The
         global threshold is reused unchanged for tau' steps, and everything that reaches it
         is delivered. The regions are the paper's, and are cut again every tau steps only. Balancing
@@ -103,10 +98,9 @@ def ok_topk(
         worker's own region, and a single worker's selection, are not encoded.
 
     Returns:
-      A :class:`SparseAllreduce`; its total is a PaddedCOO with the slots of all
-      workers' messages of the allgather, indices in no order. With a lossy codec an
-      index may occur up to three times in ``undelivered``, and ``overflow`` also
-      counts the entries for which the codec had no room.
+      A :class:`SparseAllreduce`; its total is a PaddedCOO with the slots of all workers' messages
+      of the allgather, indices in no order. With a lossy codec an index may occur up to three times
+      in ``undelivered``, and ``overflow`` also counts the entries for which the codec had no room.
 
     Raises:
       ValueError: an argument out of its range; at ``reduce``, an axis that is not

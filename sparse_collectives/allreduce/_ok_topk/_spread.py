@@ -1,10 +1,9 @@
 """Deals out surplus entries for which the neighbors have no room.
 
-Every worker has some surplus or some room. The surplus entries of all workers
-are numbered in the order of the workers, and the free slots level by level: the
-first free slot of each worker that has one, then the second of each, and so on.
-Entry g goes to slot g. Thus the surplus of one worker is dealt out in turn to all
-that have room, and an all_to_all with small blocks carries it.
+Every worker has some surplus or some room. The surplus entries of all workers are numbered in the
+order of the workers, and the free slots level by level: the first free slot of each worker that has
+one, then the second of each, and so on. Entry g goes to slot g. Thus the surplus of one worker is
+dealt out in turn to all that have room, and an all_to_all with small blocks carries it.
 """
 
 from typing import NamedTuple

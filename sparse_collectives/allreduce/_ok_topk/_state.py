@@ -142,7 +142,7 @@ def agree(
     exchange: Collective,
     axis: AxisName,
 ) -> tuple[jax.Array, _messages.Words]:
-    """Algorithm 1, lines 5 to 7: the consensus every ``period`` steps and after one that overflowed.
+    """Algorithm 1, lines 5 to 7: the consensus, every ``period`` steps and after an overflow.
 
     Returns:
       ``i32[P + 1]``, equal on all workers; and the words moved.

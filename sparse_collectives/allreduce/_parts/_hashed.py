@@ -1,11 +1,10 @@
 """Hashed regions: owners that no data can crowd.
 
-Regions of consecutive indices are as uneven as the data: a worker whose mass lies
-in one layer has most of its entries for one owner, and boundaries that are averaged
-over the workers suit none of them if the workers differ. Here ownership does not depend
-on the data (balanced parallelism, as in Zen, OSDI 2025). The indices are cut into rows
-of P consecutive ones, of which every worker owns one: index i of row r = i // P belongs
-to worker
+Regions of consecutive indices are as uneven as the data: a worker whose mass lies in one layer has
+most of its entries for one owner, and boundaries that are averaged over the workers suit none of
+them if the workers differ. Here ownership does not depend on the data (balanced parallelism, as in
+Zen, OSDI 2025). The indices are cut into rows of P consecutive ones, of which every worker owns
+one: index i of row r = i // P belongs to worker
 
     (i + turn(r)) mod P,
 

@@ -1,7 +1,6 @@
 """Cuts sparse vectors into blocks, and adds blocks up.
 
-The allreduces that reduce on the way share these functions. Nothing here
-communicates.
+The allreduces that reduce on the way share these functions. Nothing here communicates.
 """
 
 import functools
@@ -26,8 +25,7 @@ class Blocks(NamedTuple):
     """A selection split by region.
 
     Attributes:
-      coo: PaddedCOO with ``[P, capacity]`` slots; row j is for the owner of
-        region j.
+      coo: PaddedCOO with ``[P, capacity]`` slots; row j is for the owner of region j.
       sent: ``bool[c]`` over the slots of the selection: whether it is in a block.
       source: ``i32[P, capacity]``, the slot of the selection that is in each slot of
         the blocks; c for padding.
@@ -147,10 +145,9 @@ def reduce_blocks(
 ) -> PaddedCOO:
     """Adds up blocks with common indices.
 
-    A bitset of n bits numbers the members of the union, and values are added into
-    the slot of their number, without a sort and with O(slots) random accesses.
-    Rows are added one after the other, so that no scatter has an index twice and
-    the same rows give the same bits on every device.
+    A bitset of n bits numbers the members of the union, and values are added into the slot of their
+    number, without a sort and with O(slots) random accesses. Rows are added one after the other, so
+    that no scatter has an index twice and the same rows give the same bits on every device.
 
     Args:
       received: PaddedCOOs of ``[b, c]`` slots; the indices of each row are unique.

@@ -93,11 +93,10 @@ def by_total(
 ) -> Undelivered:
     """Contributors keep entries that are not in the total; who loses a part of a sum keeps it.
 
-    An entry may find no slot on its way to a sum, and a sum none on its way to the
-    total; a lossy codec rounds both. If an index is not in the total, every worker
-    keeps the whole of its contribution. If it is, the total differs from the sum of the
-    contributions by the parts that were cut off or rounded off on the way, and each part
-    stays with the worker that removed it.
+    An entry may find no slot on its way to a sum, and a sum none on its way to the total; a lossy
+    codec rounds both. If an index is not in the total, every worker keeps the whole of its
+    contribution. If it is, the total differs from the sum of the contributions by the parts that
+    were cut off or rounded off on the way, and each part stays with the worker that removed it.
 
     Args:
       coo: this worker's selection, c slots.

@@ -1,10 +1,9 @@
 """Results that every worker has, with the type of a replicated value.
 
-After a butterfly every worker holds the same bits, but the program does not show it:
-under ``shard_map(check_vma=True)`` the result of a ``ppermute`` is typed as
-varying. Only a collective makes a replicated type, and the cheapest is an
-allgather to which each of Q holders gives its share of the slots: L (P-1)/Q words
-for a total of L words. If types are not checked, nothing is moved.
+After a butterfly every worker holds the same bits, but the program does not show it: under
+``shard_map(check_vma=True)`` the result of a ``ppermute`` is typed as varying. Only a collective
+makes a replicated type, and the cheapest is an allgather to which each of Q holders gives its share
+of the slots: L (P-1)/Q words for a total of L words. If types are not checked, nothing is moved.
 
 A result of worker 0 alone takes a scatter along a tree, and an allgather. A binomial tree sends the
 whole message ceil(log2 P) times from its root. Here the root sends each block of it once, down the
@@ -94,9 +93,8 @@ def from_first(message: jax.Array, axis: AxisName) -> jax.Array:
       axis: the workers.
 
     Returns:
-      ``i32[w]``. Cost: about ``w (P-1)/P + w log2(P) / (2 P)`` words received as a
-      mean over the workers, 2 w at most by any of them; ceil(log2 P) messages and
-      an allgather.
+      ``i32[w]``. Cost: about ``w (P-1)/P + w log2(P) / (2 P)`` words received as a mean over the
+      workers, 2 w at most by any of them; ceil(log2 P) messages and an allgather.
     """
     workers = transport.axis_size(axis)
     if workers == 1:

@@ -102,12 +102,12 @@ class Round(NamedTuple):
 class Halving(NamedTuple):
     """The messages of a reduce-scatter in ceil(log2 P) rounds, for any P, and their slots.
 
-    The vector is cut into P blocks, one for each owner. A worker holds its part of the
-    blocks of m workers, beginning with its own; at first m = P. A round of distance d sends the
-    blocks from number d on to the worker at distance d, for which they are the first ones, and goes
-    on with the first d blocks; d is the largest power of two below P, then half of it, down to 1. So
-    the first round moves P - d blocks and each later one d, P - 1 blocks in all, and in every
-    round every worker sends one message and receives one.
+    The vector is cut into P blocks, one for each owner. A worker holds its part of the blocks of m
+    workers, beginning with its own; at first m = P. A round of distance d sends the blocks from
+    number d on to the worker at distance d, for which they are the first ones, and goes on with the
+    first d blocks; d is the largest power of two below P, then half of it, down to 1. So the first
+    round moves P - d blocks and each later one d, P - 1 blocks in all, and in every round every
+    worker sends one message and receives one.
 
     Attributes:
       width: indices of a block, ceil(n / P).

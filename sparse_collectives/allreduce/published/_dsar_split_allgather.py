@@ -27,13 +27,12 @@ def dsar_split_allgather(
 ) -> SparseAllreduce:
     r"""The dynamic sparse allreduce of SparCML (section 5.3.3).
 
-    The split is the same as in :func:`ssar_split_allgather`. Then the owners send their sums
-    to all workers: as pairs if all unions are small, and as dense regions if one is
-    not. The switch is at the count for which both messages have the same number of
-    words: with 4-byte values and indices ``delta = n / 2`` (``n isize / (c + isize)``
-    in section 5.1), and with other codecs according to their messages. It is decided at
-    run time from the counts of all workers, so all decide the same, and no entry that
-    reached its owner is left out.
+    The split is the same as in :func:`ssar_split_allgather`. Then the owners send their sums to all
+    workers: as pairs if all unions are small, and as dense regions if one is not. The switch is at
+    the count for which both messages have the same number of words: with 4-byte values and indices
+    ``delta = n / 2`` (``n isize / (c + isize)`` in section 5.1), and with other codecs according to
+    their messages. It is decided at run time from the counts of all workers, so all decide the
+    same, and no entry that reached its owner is left out.
 
     Deviation: a message has a fixed number of slots, so one sparse form would always
     cost as much as the dense one. There are several, each with half the slots of the one
@@ -55,8 +54,7 @@ def dsar_split_allgather(
       A :class:`SparseAllreduce` with a :class:`StepState`; its total is ``f[n]``.
 
     Raises:
-      ValueError: an argument out of its range; at ``reduce``, an axis that is not
-        bound.
+      ValueError: an argument out of its range; at ``reduce``, an axis that is not bound.
 
     References:
       Renggli et al., `SparCML: High-Performance Sparse Communication for Machine

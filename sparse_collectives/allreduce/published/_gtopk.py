@@ -31,13 +31,12 @@ def gtopk(density: float, *, codec: Codec | None = None) -> SparseAllreduce:
     several times. It keeps nothing of the entries that it sent. So nothing is lost: an
     entry waits in the residual of the worker that dropped it.
 
-    Cost: as a mean over the workers 2 k (P-1)/P words received in the reduction and
-    as many in the broadcast, plus about k log2(P) / P; this is ``info.words``. The
-    workers do not share it evenly: worker 0 receives 2 k ceil(log2 P) in the
-    reduction, one message after the other, as in the paper, whose bound for both
-    parts is 4 k log2 P words. The broadcast (:mod:`._replicas`) takes 4 k at most on
-    any worker, and the paper's takes 2 k log2 P. Latency: 2 ceil(log2 P)
-    messages and an allgather. Memory: ``undelivered`` has k slots for each level.
+    Cost: as a mean over the workers 2 k (P-1)/P words received in the reduction and as many in the
+    broadcast, plus about k log2(P) / P; this is ``info.words``. The workers do not share it evenly:
+    worker 0 receives 2 k ceil(log2 P) in the reduction, one message after the other, as in the
+    paper, whose bound for both parts is 4 k log2 P words. The broadcast (:mod:`._replicas`) takes 4
+    k at most on any worker, and the paper's takes 2 k log2 P. Latency: 2 ceil(log2 P) messages and
+    an allgather. Memory: ``undelivered`` has k slots for each level.
 
     Args:
       density: k / n of the result and of each message, in (0, 1]. If a selection has
@@ -46,10 +45,9 @@ def gtopk(density: float, *, codec: Codec | None = None) -> SparseAllreduce:
         the rounding errors of a lossy codec and the entries that it leaves out.
 
     Returns:
-      A :class:`SparseAllreduce`; its total is an ascending PaddedCOO (with an exact
-      codec) of at most k slots. ``info.threshold`` is the smallest magnitude in it,
-      ``info.overflow`` counts the entries that the codec left out of the message
-      of this worker.
+      A :class:`SparseAllreduce`; its total is an ascending PaddedCOO (with an exact codec) of at
+      most k slots. ``info.threshold`` is the smallest magnitude in it, ``info.overflow`` counts the
+      entries that the codec left out of the message of this worker.
 
     Raises:
       ValueError: a density outside (0, 1]; at ``reduce``, an axis that is not bound.

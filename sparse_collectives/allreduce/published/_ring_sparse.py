@@ -54,8 +54,7 @@ def ring_sparse(
       ``slack=math.inf, fill=math.inf`` everything is delivered, whatever the indices are.
 
     Raises:
-      ValueError: an argument out of its range; at ``reduce``, an axis that is not
-        bound.
+      ValueError: an argument out of its range; at ``reduce``, an axis that is not bound.
 
     References:
       Renggli et al., `SparCML: High-Performance Sparse Communication for Machine

@@ -37,9 +37,8 @@ def sparse_allgather(*, codec: Codec | None = None) -> SparseAllreduce:
         one, and the entries that it leaves out, are in ``undelivered``.
 
     Returns:
-      A :class:`SparseAllreduce`; its total is a PaddedCOO of P c slots with unique
-      indices, in the order of the workers. ``undelivered`` has no entries other than
-      those in the selection.
+      A :class:`SparseAllreduce`; its total is a PaddedCOO of P c slots with unique indices, in the
+      order of the workers. ``undelivered`` has no entries other than those in the selection.
 
     Raises:
       ValueError: at ``reduce``, an axis that is not bound.

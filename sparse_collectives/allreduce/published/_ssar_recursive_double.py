@@ -25,22 +25,20 @@ def ssar_recursive_double(
     largest power of two up to P, the last P - Q workers first send their selections to the
     first ones and receive the result at the end (appendix A).
 
-    Messages grow with the union: round t has ``2^t c`` slots (up to twice that
-    if P is not a power of two), c being the slots of the selection, or ``capacity``
-    if that is less. If so many pairs would take more words than a dense vector, the message
-    is dense, and so are all that follow (section 5.1). One of the workers that hold a sum
-    keeps the entries that find no slot and the losses of the codec; which entries wait
-    changes from step to step.
+    Messages grow with the union: round t has ``2^t c`` slots (up to twice that if P is not a power
+    of two), c being the slots of the selection, or ``capacity`` if that is less. If so many pairs
+    would take more words than a dense vector, the message is dense, and so are all that follow
+    (section 5.1). One of the workers that hold a sum keeps the entries that find no slot and the
+    losses of the codec; which entries wait changes from step to step.
 
     Cost in the alpha-beta model, in words of ``raw``: ``min(2^(t+1) c, n)`` words received
     in round t, ``2 c (P-1)`` in all if none is dense, ``2 capacity log2(P)`` with a bound;
     log2(P) latencies. If P is not a power of two, there are two more messages and latencies,
     and the last message is as long as the total.
 
-    Under ``shard_map(check_vma=True)`` the total has to be typed as replicated. This
-    takes an allgather of its slots in Q parts: ``L (P-1)/Q`` more words for a total of L
-    words, but no message at the end if P is not a power of two. With
-    ``check_vma=False`` nothing is added.
+    Under ``shard_map(check_vma=True)`` the total has to be typed as replicated. This takes an
+    allgather of its slots in Q parts: ``L (P-1)/Q`` more words for a total of L words, but no
+    message at the end if P is not a power of two. With ``check_vma=False`` nothing is added.
 
     Args:
       capacity: the most slots of a sparse message and of a sparse total. By default there is
@@ -52,8 +50,7 @@ def ssar_recursive_double(
       with ``P c`` or ``capacity`` slots, or ``f[n]`` if that takes fewer words.
 
     Raises:
-      ValueError: an argument out of its range; at ``reduce``, an axis that is not
-        bound.
+      ValueError: an argument out of its range; at ``reduce``, an axis that is not bound.
 
     References:
       Renggli et al., `SparCML: High-Performance Sparse Communication for Machine

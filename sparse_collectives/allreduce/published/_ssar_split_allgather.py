@@ -41,10 +41,9 @@ def ssar_split_allgather(
     Args:
       slack: slots of a message as a multiple of its expected share, at least 1; from P
         on, or with ``math.inf``, a block has room for everything.
-      fill: the expected union of all selections as a multiple of c, at least 1: 1
-        if the workers select the same indices, P if they have none in common,
-        or ``math.inf`` for slots for everything. By default the union of uniformly random
-        indices, ``n (1 - (1 - c/n)^P)``.
+      fill: the expected union of all selections as a multiple of c, at least 1: 1 if the workers
+        select the same indices, P if they have none in common, or ``math.inf`` for slots for
+        everything. By default the union of uniformly random indices, ``n (1 - (1 - c/n)^P)``.
       codec: encoding of the messages, exact by default.
 
     Returns:
@@ -54,8 +53,7 @@ def ssar_split_allgather(
       the indices are.
 
     Raises:
-      ValueError: an argument out of its range; at ``reduce``, an axis that is not
-        bound.
+      ValueError: an argument out of its range; at ``reduce``, an axis that is not bound.
 
     References:
       Renggli et al., `SparCML: High-Performance Sparse Communication for Machine

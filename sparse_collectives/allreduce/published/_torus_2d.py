@@ -25,9 +25,8 @@ def torus_2d() -> SparseAllreduce:
     parts by scope: ``torus_2d/inner`` and ``torus_2d/outer``.
 
     Returns:
-      A :class:`SparseAllreduce` without state; its total is ``f[n]``. Its ``axis`` is
-      a pair ``(outer, inner)`` of mesh axis names; the workers of one node are those
-      along ``inner``.
+      A :class:`SparseAllreduce` without state; its total is ``f[n]``. Its ``axis`` is a pair
+      ``(outer, inner)`` of mesh axis names; the workers of one node are those along ``inner``.
 
     Raises:
       ValueError: at ``reduce``, an axis that is not a pair of names, or not bound.

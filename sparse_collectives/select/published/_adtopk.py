@@ -29,10 +29,9 @@ def adtopk(density: float, *, row_axis: int = -1) -> Selector:
     a row of zeros sends nothing. NaN counts as larger than infinity.
 
     Args:
-      density: the share taken from each row, in (0, 1]. A row shorter than 1 /
-        density still sends one entry. With narrow layers, more than ``density * n``
-        entries are therefore selected, and an allreduce that should deliver all of
-        them needs a density that covers them.
+      density: the share taken from each row, in (0, 1]. A row shorter than 1 / density still sends
+        one entry. With narrow layers, more than ``density * n`` entries are therefore selected, and
+        an allreduce that should deliver all of them needs a density that covers them.
       row_axis: the axis of a layer's shape that numbers its rows. In flax the last
         axis holds the output channels; PyTorch's layout has them first.
 

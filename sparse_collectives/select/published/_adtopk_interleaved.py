@@ -41,9 +41,8 @@ def adtopk_interleaved(density: float, *, row_axis: int = -1) -> Selector:
       row_axis: the axis of a layer's shape that numbers its rows.
 
     Returns:
-      A :class:`Selector` whose ``init`` takes a
-      :class:`sparse_collectives.Layout`, and whose state is an
-      :class:`ADTopkInterleavedState`.
+      A :class:`Selector` whose ``init`` takes a :class:`sparse_collectives.Layout`, and whose state
+      is an :class:`ADTopkInterleavedState`.
 
     Raises:
       ValueError: as :func:`adtopk`.

@@ -30,8 +30,7 @@ class ADTopkThresholdState(NamedTuple):
       count: ``i32[]``, steps taken.
       threshold: ``f32[]``, the magnitude that is reused.
       period: ``i32[]``, tau, turns between two evaluations.
-      steady: ``bool[]``, whether the last evaluation changed the threshold by less
-        than 10 %.
+      steady: ``bool[]``, whether the last evaluation changed the threshold by less than 10 %.
       exact: the state of the exact selection.
     """
 
@@ -88,9 +87,8 @@ def adtopk_threshold(
       row_axis: the axis of a layer's shape that numbers its rows.
 
     Returns:
-      A :class:`Selector` whose ``init`` takes a
-      :class:`sparse_collectives.Layout`, and whose state has an
-      :class:`ADTopkThresholdState` for each layer.
+      A :class:`Selector` whose ``init`` takes a :class:`sparse_collectives.Layout`, and whose state
+      has an :class:`ADTopkThresholdState` for each layer.
 
     Raises:
       ValueError: an argument is out of its range.

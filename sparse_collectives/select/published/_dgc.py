@@ -26,12 +26,11 @@ _MIN_HITS = 64
 def dgc(density: float, *, sample_share: float = 0.01, seed: int = 0) -> Selector:
     r"""Selects at most k entries by a threshold from a random sample.
 
-    The sample has at least :math:`64 / density` entries, drawn with replacement and
-    again at each step; if that is n or more, all entries are the sample. The
-    threshold is exact for the sample. If fewer than k entries pass it, these are
-    selected; if more, the k largest of them, with ties broken by index. Zeros are
-    never selected. NaN counts as larger than infinity, in the sample and in the
-    selection, and hides no entry that is larger than the threshold.
+    The sample has at least :math:`64 / density` entries, drawn with replacement and again at each
+    step; if that is n or more, all entries are the sample. The threshold is exact for the sample.
+    If fewer than k entries pass it, these are selected; if more, the k largest of them, with ties
+    broken by index. Zeros are never selected. NaN counts as larger than infinity, in the sample and
+    in the selection, and hides no entry that is larger than the threshold.
 
     Args:
       density: k / n, in (0, 1]. At 1 every nonzero is selected.
@@ -48,12 +47,10 @@ def dgc(density: float, *, sample_share: float = 0.01, seed: int = 0) -> Selecto
       TypeError: density is not a number.
       ValueError: an argument is out of its range.
 
-    Cost: one pass over n entries, 31 over the sample and 31 over the candidates,
-    a few more than k.
+    Cost: one pass over n entries, 31 over the sample and 31 over the candidates, a few more than k.
 
     References:
-      Lin et al. 2018, "Deep Gradient Compression", section 5 (hierarchical
-      threshold selection).
+      Lin et al. 2018, "Deep Gradient Compression", section 5 (hierarchical threshold selection).
 
     Example:
       >>> import jax.numpy as jnp

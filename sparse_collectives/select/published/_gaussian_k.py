@@ -1,10 +1,9 @@
 """Gaussian-k: the threshold that a normal distribution would have.
 
-Shi et al. 2019 fit a normal distribution to the accumulator and select by its
-percent-point function. This needs the mean and the standard deviation but no
-search. It is as good as the fit: if the distribution of a gradient has a sharper
-peak and other tails than a normal one, the count is far from k. The published
-fix lowers the threshold until 3k/4 entries pass.
+Shi et al. 2019 fit a normal distribution to the accumulator and select by its percent-point
+function. This needs the mean and the standard deviation but no search. It is as good as the fit: if
+the distribution of a gradient has a sharper peak and other tails than a normal one, the count is
+far from k. The published fix lowers the threshold until 3k/4 entries pass.
 """
 
 import math
@@ -31,10 +30,9 @@ def gaussian_k(density: float, *, adjust: bool = False, headroom: float = 0.25) 
     and the standard deviation of the finite entries. The count is k for normal
     entries, and often far from k for gradients. Zeros are never selected.
 
-    NaN and infinity are left out of the statistics and are always selected. The
-    threshold is never above the largest finite magnitude, so at least one entry is
-    selected if any is nonzero. If all magnitudes are subnormal, the statistics may
-    vanish; then every nonzero entry passes.
+    NaN and infinity are left out of the statistics and are always selected. The threshold is never
+    above the largest finite magnitude, so at least one entry is selected if any is nonzero. If all
+    magnitudes are subnormal, the statistics may vanish; then every nonzero entry passes.
 
     Args:
       density: the target for k / n, in (0, 1]. At 1 every nonzero is selected.

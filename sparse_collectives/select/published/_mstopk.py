@@ -5,11 +5,10 @@ Algorithm 1 of Shi et al. A binary search between the mean and the maximum of
 reach, and the highest that more than k reach. All entries above the upper
 threshold are taken, and the rest of the k entries from between the two.
 
-The search counts the entries that reach a threshold. The paper counts among all n
-entries at each sampling. Here a sample gives a magnitude that somewhat more than
-k entries reach; these are compacted once, and every count is made among them. For
-a threshold above that magnitude the count is the same; for a threshold below it,
-the count is known to be more than k.
+The search counts the entries that reach a threshold. The paper counts among all n entries at each
+sampling. Here a sample gives a magnitude that somewhat more than k entries reach; these are
+compacted once, and every count is made among them. For a threshold above that magnitude the count
+is the same; for a threshold below it, the count is known to be more than k.
 """
 
 import math
@@ -52,24 +51,21 @@ def mstopk(density: float, *, samplings: int = 30) -> Selector:
     r"""Selects the k largest entries, or nearly the largest, by ``samplings`` thresholds.
 
     With :math:`a` the mean and :math:`u` the maximum of |acc|, the thresholds are
-    :math:`a + \rho (u - a)`, with the ratio :math:`\rho` found by binary search. The
-    entries that are missing from ``k = max(1, round(density * n))`` come from between
-    the last two thresholds: a run of consecutive ones, which begins at another place
-    at each step. The selection always has exactly k entries, or all nonzeros if there
-    are fewer; it never has zeros.
+    :math:`a + \rho (u - a)`, with the ratio :math:`\rho` found by binary search. The entries that
+    are missing from ``k = max(1, round(density * n))`` come from between the last two thresholds: a
+    run of consecutive ones, which begins at another place at each step. The selection always has
+    exactly k entries, or all nonzeros if there are fewer; it never has zeros.
 
-    Deviations: the run begins at a hash of the step count and may wrap around, so
-    that every index is sent eventually. The mean and the maximum are taken over the
-    finite entries; infinities and NaN are above all thresholds. The search compares
-    in float32, so magnitudes that the platform flushes to zero (subnormals) fall
-    between the last two thresholds.
+    Deviations: the run begins at a hash of the step count and may wrap around, so that every index
+    is sent eventually. The mean and the maximum are taken over the finite entries; infinities and
+    NaN are above all thresholds. The search compares in float32, so magnitudes that the platform
+    flushes to zero (subnormals) fall between the last two thresholds.
 
     Args:
       density: k / n, in (0, 1].
-      samplings: N, the number of halvings of the search. The paper takes 30, which
-        finds the exact top-k unless the maximum is 2**30 times the difference
-        between the entries near the k-th. Each sampling fewer doubles the share
-        that is taken by position.
+      samplings: N, the number of halvings of the search. The paper takes 30, which finds the exact
+        top-k unless the maximum is 2**30 times the difference between the entries near the k-th.
+        Each sampling fewer doubles the share that is taken by position.
 
     Returns:
       A :class:`Selector` whose buffers have k slots and whose state is ``i32[]``,

@@ -25,9 +25,8 @@ from sparse_collectives.select import _frame, _statistics, _thresholds
 def redsync(density: float, *, rounds: int = 20, headroom: float = 1.0) -> Selector:
     """Selects by a threshold that between k and 2k entries reach.
 
-    The threshold is not below the mean magnitude, so fewer than k entries may
-    pass if the density is large or if few entries make up the sum. Zeros are never
-    selected.
+    The threshold is not below the mean magnitude, so fewer than k entries may pass if the density
+    is large or if few entries make up the sum. Zeros are never selected.
 
     NaN and infinity are left out of the mean and the maximum, are always selected,
     and are counted. If all magnitudes are subnormal, the mean and the maximum may
@@ -37,10 +36,9 @@ def redsync(density: float, *, rounds: int = 20, headroom: float = 1.0) -> Selec
       density: the target for k / n, in (0, 1]. At 1 every nonzero is selected.
       rounds: the largest number of thresholds to try. A maximum far from the rest (a
         heavy tail) takes one round for each power of two of the distance.
-      headroom: slots beyond k, as a share of k; 1 has room for every count that the
-        search aims at. Entries that pass the threshold but find no slot stay with
-        the caller. Which entries these are changes from step to step, so each of
-        them is sent eventually.
+      headroom: slots beyond k, as a share of k; 1 has room for every count that the search aims at.
+        Entries that pass the threshold but find no slot stay with the caller. Which entries these
+        are changes from step to step, so each of them is sent eventually.
 
     Returns:
       A :class:`Selector` whose buffers have ``ceil((1 + headroom) k)`` slots and
@@ -50,9 +48,8 @@ def redsync(density: float, *, rounds: int = 20, headroom: float = 1.0) -> Selec
       TypeError: density is not a number.
       ValueError: an argument is out of its range.
 
-    Cost: three passes over n entries (maximum, mean, selection) and one for each
-    round, two to six of them for gradients; three more if some entries are not
-    finite.
+    Cost: three passes over n entries (maximum, mean, selection) and one for each round, two to six
+    of them for gradients; three more if some entries are not finite.
 
     References:
       Fang et al. 2019, "RedSync: reducing synchronization bandwidth for

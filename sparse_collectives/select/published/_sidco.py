@@ -1,10 +1,9 @@
 """SIDCo: a sparsity-inducing distribution fitted in stages.
 
-Abdelmoniem et al. 2021 fit a one-sided distribution to the magnitudes. One fit
-to all of them describes a far tail poorly, so the fit is made in stages. The
-first threshold passes 25 % of the entries, the next fit is to the entries above
-it, and so on; the last stage aims at the rest of the density. A controller adapts
-the number of stages to the measured count.
+Abdelmoniem et al. 2021 fit a one-sided distribution to the magnitudes. One fit to all of them
+describes a far tail poorly, so the fit is made in stages. The first threshold passes 25 % of the
+entries, the next fit is to the entries above it, and so on; the last stage aims at the rest of the
+density. A controller adapts the number of stages to the measured count.
 """
 
 import functools
@@ -52,12 +51,10 @@ def sidco(
 ) -> Selector:
     r"""Selects by the threshold of a distribution fitted in stages.
 
-    With the mean :math:`\mu` and the variance :math:`\sigma^2` of the excess over the
-    previous threshold, a stage of density d raises the threshold by
-    :math:`-\mu \log d` (exponential) or by :math:`\beta (d^{-\xi} - 1) / \xi`
-    with :math:`\xi = (1 - \mu^2 / \sigma^2) / 2` and
-    :math:`\beta = \mu (1 + \mu^2 / \sigma^2) / 2` (generalized Pareto). Zeros are
-    never selected.
+    With the mean :math:`\mu` and the variance :math:`\sigma^2` of the excess over the previous
+    threshold, a stage of density d raises the threshold by :math:`-\mu \log d` (exponential) or by
+    :math:`\beta (d^{-\xi} - 1) / \xi` with :math:`\xi = (1 - \mu^2 / \sigma^2) / 2` and
+    :math:`\beta = \mu (1 + \mu^2 / \sigma^2) / 2` (generalized Pareto). Zeros are never selected.
 
     NaN and infinity are left out of the fits, are always selected, and count for the
     controller. The threshold is never above the largest finite magnitude, so at least
@@ -66,9 +63,8 @@ def sidco(
 
     Args:
       density: the target for k / n, in (0, 1]. At 1 every nonzero is selected.
-      distribution: ``'exponential'``; ``'gamma'``, for the nonzeros in the first
-        stage, with generalized Pareto in the later ones; or ``'pareto'``, generalized
-        Pareto in all stages.
+      distribution: ``'exponential'``; ``'gamma'``, for the nonzeros in the first stage, with
+        generalized Pareto in the later ones; or ``'pareto'``, generalized Pareto in all stages.
       period: steps over which the count is averaged before the number of stages
         may change (5 in the paper). If the average is off by more than 20 %, as in the paper, the
         next period has one stage fewer, or one more; there are eight at most.
@@ -84,10 +80,9 @@ def sidco(
       TypeError: density is not a number.
       ValueError: an argument is out of its range.
 
-    Cost: three passes over n entries (maximum, mean, selection); two more for each
-    stage after the first (count and mean of the excess); one more for each Pareto
-    stage (variance) and two for the gamma fit; three more if some entries are not
-    finite, and the masked passes are then slower.
+    Cost: three passes over n entries (maximum, mean, selection); two more for each stage after the
+    first (count and mean of the excess); one more for each Pareto stage (variance) and two for the
+    gamma fit; three more if some entries are not finite, and the masked passes are then slower.
 
     References:
       Abdelmoniem et al. 2021, "An efficient statistical-based gradient
