@@ -43,9 +43,9 @@ class Selector(NamedTuple):
       select: ``select(acc f[size], state) -> (PaddedCOO, state, SelectInfo)``.
         The values of the PaddedCOO are ``acc`` at its indices, unchanged.
       spec: the name and the arguments of its factory; only checkpoints use it.
-      fork: ``fork(state, number i32[]) -> state``: the first state of the buffer with that
-        number, among several buffers of one size. Selectors that draw random indices use it, so
-        that buffers do not draw the same ones. By default, and for number 0, it returns ``state``.
+      fork: ``fork(state, number i32[]) -> state``: the initial state for the layer with that number
+        among several of one size, with a random stream of its own. By default, and for number 0, it
+        returns ``state``.
     """
 
     init: Callable[..., State]
@@ -72,8 +72,8 @@ class Undelivered(NamedTuple):
     """The values that a worker must keep in its residual after an allreduce.
 
     Attributes:
-      slots: ``f[c]``, the part that the worker keeps of the entry in each slot of its
-        selection: 0 of an entry that was delivered in full, all of one that was not delivered.
+      slots: ``f[c]``, the part that the worker keeps of the entry in each slot of its selection: 0
+        if it was delivered, and the whole value if not.
       others: a PaddedCOO of the other values that it keeps: partial sums that found no slot
         on the way, and the rounding errors of encoded partial sums. An index may occur more than
         once, and its values add up. It has 0 slots if there can be no such entries.

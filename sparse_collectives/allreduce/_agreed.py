@@ -14,7 +14,6 @@ from sparse_collectives._sparse_ops import _bits, _compaction
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, ReduceInfo, SparseAllreduce
 from sparse_collectives.allreduce._parts import _frame, _messages, _partitions, _sums
-from sparse_collectives.allreduce._parts._frame import StepState
 from sparse_collectives.transport import _dispatch
 
 EXACT = 32
@@ -100,11 +99,13 @@ def agreed(*, density: float | None = None, bits: int | None = 32) -> SparseAllr
     def my_partition(count: jax.Array, axis: AxisName) -> jax.Array:
         return (transport.axis_index(axis) + count) % transport.axis_size(axis)
 
-    def local_view(acc: jax.Array, state: StepState, *, axis: AxisName) -> jax.Array:
+    def local_view(acc: jax.Array, state: _frame.StepState, *, axis: AxisName) -> jax.Array:
         partitions = _partitions.make_partitions(acc.shape[0], transport.axis_size(axis))
         return partitions.take(acc, my_partition(state.count, axis))
 
-    def to_global(coo: PaddedCOO, size: int, state: StepState, *, axis: AxisName) -> PaddedCOO:
+    def to_global(
+        coo: PaddedCOO, size: int, state: _frame.StepState, *, axis: AxisName
+    ) -> PaddedCOO:
         partitions = _partitions.make_partitions(size, transport.axis_size(axis))
         indices = partitions.place(coo.indices, my_partition(state.count, axis))
         return PaddedCOO(coo.values, indices, size)
@@ -129,10 +130,11 @@ def agreed(*, density: float | None = None, bits: int | None = 32) -> SparseAllr
         info = ReduceInfo.of(total, gather + values, useful=useful, overflow=overflow)
         return total, undelivered, info
 
+    spec = Spec.of("agreed", density=density, bits=bits)
     return SparseAllreduce(
         _frame.init,
         reduce,
-        spec=Spec.of("agreed", density=density, bits=bits),
+        spec,
         full_sums=True,
         local_view=local_view,
         to_global=to_global,
@@ -179,7 +181,6 @@ def make_plan(
 
 
 def _fewest(workers: int) -> int:
-    """The fewest bits that are enough for P workers."""
     enough = (bits for bits in NARROW if _sums.half(bits, workers) >= ENOUGH)
     return next(enough, NARROW[-1])
 

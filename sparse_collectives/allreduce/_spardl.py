@@ -16,7 +16,6 @@ from sparse_collectives.allreduce._parts import (
     _messages,
     _slots,
 )
-from sparse_collectives.allreduce._parts._frame import StepState
 from sparse_collectives.transport import _dispatch
 
 
@@ -74,7 +73,9 @@ def spardl(density: float, *, codec: Codec | None = None) -> SparseAllreduce:
     chosen_codec = wire.raw() if codec is None else codec
 
     @_frame.sums_in_range(exact=chosen_codec.exact)
-    def reduce(coo: PaddedCOO, state: StepState, *, axis: AxisName, indices_alone: bool = False):
+    def reduce(
+        coo: PaddedCOO, state: _frame.StepState, *, axis: AxisName, indices_alone: bool = False
+    ):
         workers = transport.axis_size(axis)
         me = transport.axis_index(axis)
         dtype = coo.values.dtype
@@ -147,9 +148,9 @@ def spardl(density: float, *, codec: Codec | None = None) -> SparseAllreduce:
         lost = [at_indices(kept)] if kept else []
         later = [(entries, entries.values) for entries in lost]
         undelivered = _messages.by_total(coo, blocks.sent, None, later, total)
-        return total, undelivered, StepState(state.count + 1), info
+        return total, undelivered, _frame.StepState(state.count + 1), info
 
-    def choose(coo: PaddedCOO, state: StepState, *, axis: AxisName):
+    def choose(coo: PaddedCOO, state: _frame.StepState, *, axis: AxisName):
         total, _, state, info = reduce(coo, state, axis=axis, indices_alone=True)
         return total.indices, state, info
 

@@ -168,8 +168,8 @@ def balance(
     def to_room():
         block = plan.spread_slots
         surplus = jnp.arange(min(entries.capacity, workers * block), dtype=jnp.int32)
-        place = _spread.deal(counts, me, capacity, surplus)
-        target = jnp.where(surplus < counts[me] - capacity, place.worker * block + place.slot, -1)
+        worker, slot = _spread.deal(counts, me, capacity, surplus)
+        target = jnp.where(surplus < counts[me] - capacity, worker * block + slot, -1)
         # The entry for each slot of the blocks, by scattering the entries' numbers.
         source = jnp.full((workers * block,), entries.capacity, jnp.int32)
         source = source.at[jnp.where(target < 0, workers * block, target)].set(

@@ -16,7 +16,7 @@ from sparse_collectives import _compat, _data, transport
 from sparse_collectives._data import PaddedCOO
 from sparse_collectives._sparse_ops import _compaction, _kth_magnitude
 from sparse_collectives._types import AxisName, Codec
-from sparse_collectives.allreduce._ok_topk import _balance, _global_selection, _windows
+from sparse_collectives.allreduce._ok_topk import _balance, _global_selection
 from sparse_collectives.allreduce._ok_topk._plan import Collectives, Plan
 from sparse_collectives.allreduce._parts import _messages
 
@@ -112,7 +112,7 @@ def deliver(entries: PaddedCOO, overflow: jax.Array, turns: Turns, options: Opti
     if not plan.window:
         return by_rounds()
     with jax.named_scope("ok_topk/windows"):
-        seen = _windows.look(bits, plan, overflow, axis)
+        seen = _global_selection.look(bits, plan, overflow, axis)
     fits = seen.holds & (jnp.max(seen.quota) <= plan.gather_slots)
     # The rounds have a ppermute, in which all devices of a mesh meet.
     fits = transport.holds_on_mesh(fits[None], axis)[0]
@@ -124,7 +124,7 @@ def deliver(entries: PaddedCOO, overflow: jax.Array, turns: Turns, options: Opti
 
 
 def _at_once(
-    entries: PaddedCOO, bits: jax.Array, seen: _windows.Seen, options: Options
+    entries: PaddedCOO, bits: jax.Array, seen: _global_selection.Seen, options: Options
 ) -> Delivery:
     """Delivers the entries that the windows show."""
     plan = options.plan

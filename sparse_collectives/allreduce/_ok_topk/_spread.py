@@ -6,25 +6,11 @@ one, then the second of each, and so on. Entry g goes to slot g. Thus the surplu
 dealt out in turn to all that have room, and an all_to_all with small blocks carries it.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from sparse_collectives._sparse_ops import _bits, _compaction
-
-
-class Deal(NamedTuple):
-    """The places of a run of surplus entries.
-
-    Attributes:
-      worker: ``i32[...]``, the worker to which each goes.
-      slot: ``i32[...]``, which slot of the block for that worker it takes.
-    """
-
-    worker: jax.Array
-    slot: jax.Array
 
 
 def most_per_pair(counts: jax.Array, capacity: int) -> jax.Array:
@@ -40,7 +26,9 @@ def most_per_pair(counts: jax.Array, capacity: int) -> jax.Array:
     return jnp.max(jnp.where(surplus > 0, levels, 0))
 
 
-def deal(counts: jax.Array, me: jax.Array, capacity: int, entry: jax.Array) -> Deal:
+def deal(
+    counts: jax.Array, me: jax.Array, capacity: int, entry: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """The places of this worker's surplus entries.
 
     Args:
@@ -48,6 +36,9 @@ def deal(counts: jax.Array, me: jax.Array, capacity: int, entry: jax.Array) -> D
       me: ``i32[]``, this worker.
       capacity: how many each may have.
       entry: ``i32[...]``, numbers of surplus entries of this worker, from 0.
+
+    Returns:
+      The worker to which each goes, and which slot of the block for it, ``i32[...]`` each.
     """
     workers = counts.shape[0]
     surplus = jnp.maximum(counts - capacity, 0)
@@ -59,7 +50,7 @@ def deal(counts: jax.Array, me: jax.Array, capacity: int, entry: jax.Array) -> D
     place, _ = _compaction.nth_position(words, first + entry)
     start, _ = _compaction.nth_position(words, first[None])
     # A worker gets at most one entry for each level, so levels are distinct slots.
-    return Deal(place % workers, place // workers - start[0] // workers)
+    return place % workers, place // workers - start[0] // workers
 
 
 def _level(rank: jax.Array, free: jax.Array, capacity: int) -> jax.Array:

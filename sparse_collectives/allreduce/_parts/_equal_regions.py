@@ -38,23 +38,20 @@ def from_region(entries: PaddedCOO, regions: Regions, owner: jax.Array) -> Padde
     return PaddedCOO(entries.values, indices, regions.size)
 
 
-def gather(words: jax.Array, regions: Regions, dtype, *, axis: AxisName, codec: Codec) -> PaddedCOO:
-    """All workers' encoded regions, on every worker; unique indices, padding in between."""
-    everyone = codec.decode(transport.all_gather(words, axis), regions.width, dtype)
+def gather(
+    words: jax.Array, regions: Regions, dtype, *, axis: AxisName, codec: Codec, dense: bool
+) -> _stream.Stream:
+    """All workers' encoded regions, on every worker: ``f[n]``, or unique indices with padding."""
+    gathered = transport.all_gather(words, axis)
+    if dense:
+        everyone = codec.decode_dense(gathered, regions.width, dtype)
+        return everyone.reshape(-1)[: regions.size]
+    everyone = codec.decode(gathered, regions.width, dtype)
     total = from_region(everyone, regions, jnp.arange(regions.workers, dtype=jnp.int32))
     return PaddedCOO(total.values.reshape(-1), total.indices.reshape(-1), regions.size)
 
 
-def gather_dense(
-    words: jax.Array, regions: Regions, dtype, *, axis: AxisName, codec: Codec
-) -> jax.Array:
-    """All workers' encoded dense regions, on every worker: ``f[n]``."""
-    everyone = codec.decode_dense(transport.all_gather(words, axis), regions.width, dtype)
-    return everyone.reshape(-1)[: regions.size]
-
-
 def _boundaries(regions: Regions) -> jax.Array:
-    """Where the regions begin and end, ``i32[P + 1]``."""
     ends = [min(worker * regions.width, regions.size) for worker in range(regions.workers + 1)]
     return jnp.asarray(ends, jnp.int32)
 

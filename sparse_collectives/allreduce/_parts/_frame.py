@@ -155,7 +155,6 @@ def within_range(values: jax.Array, workers: int) -> jax.Array:
 
 
 def _exceeds(values: jax.Array, share: np.ndarray) -> jax.Array:
-    """Whether values are finite, with magnitudes above ``share``."""
     if values.dtype == jnp.float64:
         return (jnp.abs(values) > share) & jnp.isfinite(values)
     bits = _bits.magnitude_bits(values)

@@ -85,7 +85,6 @@ def split_by_owner(
 
 
 def _sources_sorted(owner: jax.Array, turn: jax.Array, *, workers: int, capacity: int):
-    """Sorts the slots by their owners."""
     slots = owner.shape[0]
     slot = jnp.arange(slots, dtype=jnp.int32)
     bits = max(1, (slots - 1).bit_length())

@@ -102,7 +102,6 @@ class Partitions(NamedTuple):
 
 
 def _divided(x: jax.Array, by: int) -> tuple[jax.Array, jax.Array]:
-    """Quotient and remainder of integers that are not negative."""
     # Unsigned: a shift and a mask for a power of two; signed integers take four operations more.
     dividend, divisor = x.astype(jnp.uint32), jnp.uint32(by)
     return (dividend // divisor).astype(jnp.int32), (dividend % divisor).astype(jnp.int32)

@@ -37,7 +37,7 @@ def share(total: Stream, axis: AxisName, holders: int) -> Stream:
       The total; if it has pairs, with up to ``holders - 1`` more slots of padding.
     """
     codec, me, seed = wire.raw(), transport.axis_index(axis), jnp.uint32(0)
-    part = share_slots(_slots_of(total), holders)
+    part = -(-_slots_of(total) // holders)
     if not isinstance(total, PaddedCOO):
         # The shares of the other workers are ignored.
         whole = jnp.pad(total, (0, holders * part - total.shape[0]))
@@ -52,14 +52,9 @@ def share(total: Stream, axis: AxisName, holders: int) -> Stream:
     return PaddedCOO(everyone.values.reshape(-1), everyone.indices.reshape(-1), total.size)
 
 
-def share_slots(slots: int, holders: int) -> int:
-    """Slots that each holder gives."""
-    return -(-slots // holders)
-
-
 def shared_words(total: Stream, holders: int, workers: int) -> tuple[float, jax.Array]:
     """Words that :func:`share` makes each worker receive, and how many of them are not padding."""
-    codec, part = wire.raw(), share_slots(_slots_of(total), holders)
+    codec, part = wire.raw(), -(-_slots_of(total) // holders)
     if not isinstance(total, PaddedCOO):
         words = _dispatch.words_of_all_gather(
             _messages.dense_words(codec, part, total.dtype), workers

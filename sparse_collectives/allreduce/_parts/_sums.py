@@ -68,8 +68,7 @@ def sum_at(
     else:
         largest = half(bits, workers)
         whole = rounded(sent, step, largest)
-        words = pack(whole, largest, bits)
-        words = transport.psum(words, axis)
+        words = transport.psum(pack(whole, largest, bits), axis)
         sums = unpack(words, indices.shape[0], largest, bits, workers)
         total = sums.astype(jnp.float32) * step
         # These are whole multiples of a step, of which float32 has all bits.
@@ -107,12 +106,11 @@ def steps(values: jax.Array, largest: int, turn: jax.Array) -> jax.Array:
     """``f32[buckets]``: a power of two for each bucket, of which values are sent as multiples.
 
     It is the smallest one of which ``largest`` multiples reach the largest magnitude of the bucket.
-    If that would round other values to 0, it suits some of these at every other turn, as a hash of
-    the turn decides: a magnitude is drawn from their range, uniformly in its logarithm, and the
-    step is made for the largest of them up to it. Larger values are cut at these turns, and the
-    rest of them waits. So a value that is far below the others of its bucket does not wait until it
-    has grown to their size, and is suited with probability s / 2 at a turn, with s the share of the
-    range between it and the next larger one.
+    Every other step, as a hash of the turn decides, the scale is chosen for a random smaller
+    magnitude instead, so that small values are not always rounded to 0: a magnitude is drawn from
+    the range of the values that would be, uniformly in its logarithm, and larger values are cut. A
+    value is suited with probability s / 2 at a turn, with s the share of the range between it and
+    the next larger one.
 
     The step is not finite for a bucket with a value that is not finite.
 

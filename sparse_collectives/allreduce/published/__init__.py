@@ -4,7 +4,7 @@ With them the papers' systems can be run and compared. docs/allreduces.md says w
 is still used for.
 """
 
-from sparse_collectives.allreduce.published._dense_bucketed import dense_bucketed
+from sparse_collectives.allreduce._dense import dense_bucketed, torus_2d
 from sparse_collectives.allreduce.published._dsar_split_allgather import (
     dsar_split_allgather,
 )
@@ -19,7 +19,6 @@ from sparse_collectives.allreduce.published._ssar_recursive_double import (
 from sparse_collectives.allreduce.published._ssar_split_allgather import (
     ssar_split_allgather,
 )
-from sparse_collectives.allreduce.published._torus_2d import torus_2d
 
 __all__ = [
     "dense_bucketed",

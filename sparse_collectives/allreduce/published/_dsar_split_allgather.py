@@ -1,12 +1,13 @@
 """DSAR_Split_allgather of SparCML: the sums are gathered sparse or dense, as is shorter."""
 
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import _data, _hash, _validation, transport, wire
+from sparse_collectives import _hash, _validation, transport, wire
 from sparse_collectives._data import PaddedCOO
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce, Undelivered
@@ -15,6 +16,7 @@ from sparse_collectives.allreduce._parts import (
     _frame,
     _messages,
     _slots,
+    _stream,
 )
 from sparse_collectives.transport import _dispatch
 
@@ -57,8 +59,7 @@ def dsar_split_allgather(
       ValueError: an argument out of its range; at ``reduce``, an axis that is not bound.
 
     References:
-      Renggli et al., `SparCML: High-Performance Sparse Communication for Machine
-      Learning <https://doi.org/10.1145/3295500.3356222>`_, SC 2019.
+      Renggli et al., `SparCML <https://doi.org/10.1145/3295500.3356222>`_, SC 2019.
     """
     slack = _validation.check_number("slack", slack, 1.0, math.inf)
     codec = wire.raw() if codec is None else codec
@@ -79,14 +80,13 @@ def dsar_split_allgather(
         reduced = split.sums
 
         nothing = jnp.zeros((0,), dtype)
+        gather = functools.partial(_equal_regions.gather, regions=regions, dtype=dtype, axis=axis)
 
         def sparse(slots):
             def run():
                 mine = PaddedCOO(reduced.values[:slots], reduced.indices[:slots], width)
                 outgoing = codec.encode(mine, _hash.seed(count, 1, me))
-                total = _equal_regions.gather(
-                    outgoing.message, regions, dtype, axis=axis, codec=codec
-                )
+                total = gather(outgoing.message, codec=codec, dense=False)
                 lost = nothing if exact else _messages.kept_by_sender(mine, outgoing).to_dense()
                 entries = jnp.sum(outgoing.sent, dtype=jnp.int32)
                 return total.to_dense(), total.count(), entries, lost
@@ -95,9 +95,7 @@ def dsar_split_allgather(
 
         def dense():
             message, lost = dense_codec.encode_dense(reduced.to_dense(), _hash.seed(count, 1, me))
-            total = _equal_regions.gather_dense(
-                message, regions, dtype, axis=axis, codec=dense_codec
-            )
+            total = gather(message, codec=dense_codec, dense=True)
             delivered = jnp.sum(counts, dtype=jnp.int32)
             return total, delivered, reduced.count(), nothing if exact else lost
 
@@ -125,10 +123,7 @@ def dsar_split_allgather(
 
         others = []
         if not exact:
-            lost = PaddedCOO(lost, jnp.arange(width, dtype=jnp.int32), width)
-            own_region = _data.only_where(lost.values != 0, lost)
-            own_region = _equal_regions.from_region(own_region, regions, me)
-            others.append(own_region)
+            others = [_equal_regions.from_region(_stream.entries_of(lost), regions, me)]
         undelivered = Undelivered.of(coo, jnp.where(split.sent, split.error, coo.values), others)
 
         count_words = _dispatch.words_of_all_gather(1, workers)
@@ -150,14 +145,6 @@ def dsar_split_allgather(
         )
         return total, undelivered, info
 
-    return SparseAllreduce(
-        _frame.init,
-        reduce,
-        spec=Spec.of(
-            "dsar_split_allgather",
-            slack=slack,
-            codec=codec,
-            dense_codec=dense_codec,
-        ),
-        may_keep_partial_sums=not exact,
-    )
+    codecs = {"codec": codec, "dense_codec": dense_codec}
+    spec = Spec.of("dsar_split_allgather", slack=slack, **codecs)
+    return SparseAllreduce(_frame.init, reduce, spec, may_keep_partial_sums=not exact)

@@ -9,7 +9,6 @@ from sparse_collectives._sparse_ops import _kth_magnitude
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce, Undelivered
 from sparse_collectives.allreduce._parts import _frame, _merge, _messages, _replicas
-from sparse_collectives.allreduce._parts._frame import StepState
 from sparse_collectives.transport import _dispatch
 
 
@@ -61,7 +60,7 @@ def gtopk(density: float, *, codec: Codec | None = None) -> SparseAllreduce:
     codec = wire.raw() if codec is None else codec
 
     @_frame.sums_in_range(exact=codec.exact)
-    def reduce(coo: PaddedCOO, state: StepState, *, axis: AxisName):
+    def reduce(coo: PaddedCOO, state: _frame.StepState, *, axis: AxisName):
         workers = transport.axis_size(axis)
         me = transport.axis_index(axis)
         k = _validation.count_from_density(density, coo.size)
@@ -111,7 +110,7 @@ def gtopk(density: float, *, codec: Codec | None = None) -> SparseAllreduce:
         threshold = _kth_magnitude.smallest_magnitude(total)
         info = ReduceInfo.of(total, words, useful=useful, overflow=overflow, threshold=threshold)
         undelivered = Undelivered.of(coo, others=kept)
-        return total, undelivered, StepState(state.count + 1), info
+        return total, undelivered, _frame.StepState(state.count + 1), info
 
     return SparseAllreduce(_frame.init, reduce, spec=Spec.of("gtopk", density=density, codec=codec))
 

@@ -57,8 +57,7 @@ def ring_sparse(
       ValueError: an argument out of its range; at ``reduce``, an axis that is not bound.
 
     References:
-      Renggli et al., `SparCML: High-Performance Sparse Communication for Machine
-      Learning <https://doi.org/10.1145/3295500.3356222>`_, SC 2019.
+      Renggli et al., `SparCML <https://doi.org/10.1145/3295500.3356222>`_, SC 2019.
     """
     slack = _validation.check_number("slack", slack, 1.0, math.inf)
     fill = None if fill is None else _validation.check_number("fill", fill, 1.0, math.inf)
@@ -109,9 +108,8 @@ def ring_sparse(
         # The allgather.
         message = encode(partial, workers - 1, region, workers - 1)
         words += _dispatch.words_of_all_gather(message.size, workers)
-        sparse = isinstance(partial, PaddedCOO)
-        gather = _equal_regions.gather if sparse else _equal_regions.gather_dense
-        total = gather(message, regions, dtype, axis=axis, codec=codec)
+        dense = not isinstance(partial, PaddedCOO)
+        total = _equal_regions.gather(message, regions, dtype, axis=axis, codec=codec, dense=dense)
 
         filled = sum(useful, jnp.float32(0))
         info = ReduceInfo.of(total, words, useful=filled, overflow=overflow)

@@ -53,8 +53,7 @@ def ssar_recursive_double(
       ValueError: an argument out of its range; at ``reduce``, an axis that is not bound.
 
     References:
-      Renggli et al., `SparCML: High-Performance Sparse Communication for Machine
-      Learning <https://doi.org/10.1145/3295500.3356222>`_, SC 2019.
+      Renggli et al., `SparCML <https://doi.org/10.1145/3295500.3356222>`_, SC 2019.
     """
     if capacity is not None:
         capacity = _validation.check_positive_int("capacity", capacity)
@@ -150,12 +149,9 @@ def ssar_recursive_double(
         info = ReduceInfo.of(total, words, useful=useful, overflow=overflow)
         return total, undelivered, info
 
-    return SparseAllreduce(
-        _frame.init,
-        reduce,
-        spec=Spec.of("ssar_recursive_double", capacity=capacity, codec=codec),
-        may_keep_partial_sums=capacity is not None or not codec.exact,
-    )
+    spec = Spec.of("ssar_recursive_double", capacity=capacity, codec=codec)
+    partial = capacity is not None or not codec.exact
+    return SparseAllreduce(_frame.init, reduce, spec, may_keep_partial_sums=partial)
 
 
 def _choose(condition: jax.Array, chosen: Stream, otherwise: Stream) -> Stream:

@@ -56,8 +56,7 @@ def ssar_split_allgather(
       ValueError: an argument out of its range; at ``reduce``, an axis that is not bound.
 
     References:
-      Renggli et al., `SparCML: High-Performance Sparse Communication for Machine
-      Learning <https://doi.org/10.1145/3295500.3356222>`_, SC 2019.
+      Renggli et al., `SparCML <https://doi.org/10.1145/3295500.3356222>`_, SC 2019.
     """
     slack = _validation.check_number("slack", slack, 1.0, math.inf)
     fill = None if fill is None else _validation.check_number("fill", fill, 1.0, math.inf)
@@ -83,21 +82,18 @@ def ssar_split_allgather(
         mine = sums.to_dense() if whole else _compaction.bounded(sums, slots, turn)[0]
         outgoing = _stream.encode(mine, codec, _hash.seed(count, 1, me))
         delivered = split.sent
-        if whole:
-            total = _equal_regions.gather_dense(
-                outgoing.message, regions, dtype, axis=axis, codec=codec
-            )
-        else:
-            total = _equal_regions.gather(outgoing.message, regions, dtype, axis=axis, codec=codec)
-            if gather_slots < sums.capacity or not codec.exact:
-                # Entries that were sent and are in the total are delivered, the others are kept.
-                in_total = _bitset.insert(_bitset.empty(coo.size), total.indices, coo.size)
-                delivered = delivered & _bitset.contains(in_total, coo.indices)
+        total = _equal_regions.gather(
+            outgoing.message, regions, dtype, axis=axis, codec=codec, dense=whole
+        )
+        if isinstance(total, PaddedCOO) and (gather_slots < sums.capacity or not codec.exact):
+            # Entries that were sent and are in the total are delivered, the others are kept.
+            in_total = _bitset.insert(_bitset.empty(coo.size), total.indices, coo.size)
+            delivered = delivered & _bitset.contains(in_total, coo.indices)
         others = []
         if not codec.exact:
-            # Sums that the codec left out are not in the total: their parts are kept above.
+            # Sums that the codec left out are not in the total: their parts are kept in the slots.
             errors = _data.only_where(outgoing.sent, outgoing.lost)
-            others.append(_equal_regions.from_region(errors, regions, me))
+            others = [_equal_regions.from_region(errors, regions, me)]
         kept = jnp.where(delivered, split.error, coo.values)
         undelivered = Undelivered.of(coo, kept, others)
 
@@ -110,9 +106,8 @@ def ssar_split_allgather(
         info = ReduceInfo.of(total, words.received, useful=words.useful, overflow=overflow)
         return total, undelivered, info
 
-    return SparseAllreduce(
-        _frame.init,
-        reduce,
-        spec=Spec.of("ssar_split_allgather", slack=slack, fill=fill, codec=codec),
-        may_keep_partial_sums=not codec.exact,
+    spec, partial = (
+        Spec.of("ssar_split_allgather", slack=slack, fill=fill, codec=codec),
+        not codec.exact,
     )
+    return SparseAllreduce(_frame.init, reduce, spec, may_keep_partial_sums=partial)
