@@ -73,4 +73,5 @@ def in_blocks(x: jax.Array, block: int) -> jax.Array:
 
 def spread(of_block: jax.Array, block: int, length: int) -> jax.Array:
     """Repeats the number of each block for each of ``length`` values."""
-    return jnp.repeat(of_block, block, axis=-1)[..., :length]
+    repeated = jnp.broadcast_to(of_block[..., None], (*of_block.shape, block))
+    return repeated.reshape(*of_block.shape[:-1], of_block.shape[-1] * block)[..., :length]

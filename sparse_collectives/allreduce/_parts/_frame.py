@@ -63,7 +63,7 @@ def counted(
     """A decorator that makes ``reduce`` of an exchange of two or more workers.
 
     The exchange is ``exchange(coo, count, *, axis, ...) -> (total, undelivered, info)``, with the
-    steps taken, ``i32[]``, in place of the state. The total of a single worker is its selection.
+    steps taken, ``i32[]``, instead of the state. The total of a single worker is its selection.
 
     Args:
       exact: as for :func:`sums_in_range`.

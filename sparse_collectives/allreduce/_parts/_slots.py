@@ -68,7 +68,7 @@ def union_slots(
 
 
 def sparse_forms(most: int, least: int, fits: Callable[[int], bool]) -> list[int]:
-    """The slots of the sparse forms of a message, ascending; each has half those of the next.
+    """The slots of the sparse forms of a message, ascending; each has half the slots of the next.
 
     Args:
       most: no form has more slots.

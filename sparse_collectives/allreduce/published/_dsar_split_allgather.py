@@ -2,6 +2,7 @@
 
 import functools
 import math
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -86,7 +87,7 @@ def dsar_split_allgather(
             def run():
                 mine = PaddedCOO(reduced.values[:slots], reduced.indices[:slots], width)
                 outgoing = codec.encode(mine, _hash.seed(count, 1, me))
-                total = gather(outgoing.message, codec=codec, dense=False)
+                total = cast(PaddedCOO, gather(outgoing.message, codec=codec, dense=False))
                 lost = nothing if exact else _messages.kept_by_sender(mine, outgoing).to_dense()
                 entries = jnp.sum(outgoing.sent, dtype=jnp.int32)
                 return total.to_dense(), total.count(), entries, lost
