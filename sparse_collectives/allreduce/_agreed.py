@@ -22,7 +22,7 @@ NARROW = (8, 10, 16)
 ENOUGH = 15
 
 
-def agreed(*, density: float | None = None, bits: int | None = 32) -> SparseAllreduce:
+def agreed(density: float | None = None, *, bits: int | None = 32) -> SparseAllreduce:
     r"""Full sums at indices of which each worker chooses a share.
 
     The indices are divided into P partitions. At step t worker i selects only in partition

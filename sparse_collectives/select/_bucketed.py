@@ -76,9 +76,9 @@ def bucketed(density: float, *, bucket: int = 512) -> Selector:
                 capacity += k * rows.shape[0]
         coo, count = _compaction.compact_indices(acc, jnp.concatenate(chosen), capacity=capacity)
         info = SelectInfo(
-            selected=count,
-            overflow=jnp.zeros_like(count),
-            threshold=_bits.magnitude_from_bits(jnp.min(jnp.concatenate(thresholds))),
+            count,
+            jnp.zeros_like(count),
+            _bits.magnitude_from_bits(jnp.min(jnp.concatenate(thresholds))),
         )
         return coo, state, info
 

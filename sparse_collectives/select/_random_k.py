@@ -66,11 +66,7 @@ def random_k(density: float, *, seed: int = 0, axis: AxisName | None = None) -> 
         members = jnp.where(nonzero, drawn, size)
         words = _bitset.insert(_bitset.empty(size), members, size)
         coo, count = _compaction.entries_at(acc, words, k)
-        info = SelectInfo(
-            selected=count,
-            overflow=jnp.zeros_like(count),
-            threshold=jnp.zeros_like(count, jnp.float32),
-        )
+        info = SelectInfo(count, jnp.zeros_like(count), jnp.zeros_like(count, jnp.float32))
         return coo, info
 
     def fork(state: jax.Array, number: jax.Array) -> jax.Array:

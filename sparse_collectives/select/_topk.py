@@ -72,9 +72,7 @@ def topk(density: float) -> Selector:
         else:
             coo, selected, threshold_bits, guess = _select_among_candidates(acc, k, capacity, state)
         info = SelectInfo(
-            selected=selected,
-            overflow=jnp.zeros_like(threshold_bits),
-            threshold=_bits.magnitude_from_bits(threshold_bits),
+            selected, jnp.zeros_like(threshold_bits), _bits.magnitude_from_bits(threshold_bits)
         )
         return coo, guess, info
 
@@ -86,8 +84,12 @@ def select_directly(acc: jax.Array, k: int) -> tuple[PaddedCOO, jax.Array]:
     threshold_bits = _kth_magnitude.kth_magnitude_bits(acc, k)
     coo, count = _compaction.compact(acc, threshold_bits, capacity=k)
     # More than k entries pass only if several have the k-th magnitude.
-    coo = lax.cond(count > k, lambda: _break_ties(acc, threshold_bits, k), lambda: coo)
-    return coo, threshold_bits
+
+    def first_of_ties() -> PaddedCOO:
+        end = _end_of_ties(acc, threshold_bits, k)
+        return _compaction.compact(acc, threshold_bits, capacity=k, tie_cutoff=end)[0]
+
+    return lax.cond(count > k, first_of_ties, lambda: coo), threshold_bits
 
 
 def _select_among_candidates(
@@ -151,12 +153,6 @@ def _candidates(
     carry = (jnp.ones_like(first[1]), low, *first)
     _, low, candidates, count = lax.while_loop(failed, again, carry)
     return candidates, count, low
-
-
-def _break_ties(acc: jax.Array, threshold_bits: jax.Array, k: int) -> PaddedCOO:
-    """All entries above the threshold, and the first of the entries equal to it."""
-    end = _end_of_ties(acc, threshold_bits, k)
-    return _compaction.compact(acc, threshold_bits, capacity=k, tie_cutoff=end)[0]
 
 
 def _end_of_ties(acc: jax.Array, threshold_bits: jax.Array, k: int) -> jax.Array:

@@ -198,9 +198,9 @@ def as_rows(coo: PaddedCOO) -> PaddedCOO:
     return PaddedCOO(values, indices, coo.size)
 
 
-def encoded(message: jax.Array, sent: jax.Array, error: jax.Array, coo: PaddedCOO) -> Encoded:
+def encoded(message: jax.Array, slots: Slots, error: jax.Array, coo: PaddedCOO) -> Encoded:
     """The rows of :func:`as_rows`, back in the shape of ``coo``."""
-    shape = coo.indices.shape
+    shape, sent = coo.indices.shape, slots.place < slots.code.shape[1]
     return Encoded(
         message.reshape(*shape[:-1], message.shape[-1]),
         sent[:, : coo.capacity].reshape(shape),

@@ -46,9 +46,8 @@ def narrow16(*, escapes: float = 1 / 16) -> Codec:
         of_slot = _gaps.row_gather(pattern, slots.entry, 0)
         words = ((of_slot | slots.digit) << 16) | slots.code
         message = jnp.concatenate([slots.first[:, None], words], axis=1)
-        sent = slots.place < count
         error = _values.error_of(rows.values, _values.from_bf16_bits(pattern, rows.values.dtype))
-        return _gaps.encoded(message, sent, error, coo)
+        return _gaps.encoded(message, slots, error, coo)
 
     def decode(message: jax.Array, size: int, dtype) -> PaddedCOO:
         first, words = message[..., 0], message[..., 1:]

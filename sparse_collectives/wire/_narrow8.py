@@ -94,8 +94,7 @@ def narrow8(*, block: int = 128, escapes: float = 1 / 8) -> Codec:
         message = jnp.concatenate([slots.first[:, None], scales, words], axis=1)
         decoded = _dequantized(codes, scales, block, rows.values.dtype)
         decoded = _gaps.row_gather(decoded, slots.place, 0)
-        sent = slots.place < count
-        return _gaps.encoded(message, sent, _values.error_of(rows.values, decoded), coo)
+        return _gaps.encoded(message, slots, _values.error_of(rows.values, decoded), coo)
 
     def decode(message: jax.Array, size: int, dtype) -> PaddedCOO:
         pairs = _sizes.slots_of(

@@ -77,7 +77,7 @@ def qsgd(*, bits: int = 8, bucket: int = 512, norm: str = "max") -> Codec:
         random = _values.in_blocks(_hash.uniform(seed, position), bucket)
         up = (random < steps - below).astype(jnp.float32)
         level = jnp.minimum(below + up, levels).astype(jnp.int32)
-        level = _in_one_run(level)[..., : values.shape[-1]]
+        level = level.reshape(*level.shape[:-2], -1)[..., : values.shape[-1]]
         code = levels + jnp.where(_values.is_negative(values), -level, level)
         code = jnp.where(finite, code, 2 * levels + 1)
         decoded = dequantize(code, unit, values.dtype)
@@ -89,7 +89,7 @@ def qsgd(*, bits: int = 8, bucket: int = 512, norm: str = "max") -> Codec:
         length = code.shape[-1]
         level = _values.in_blocks((code - levels).astype(jnp.float32), bucket)
         numbers = _values.with_range_of(level * unit[..., None], dtype)
-        numbers = _in_one_run(numbers)[..., :length]
+        numbers = numbers.reshape(*numbers.shape[:-2], -1)[..., :length]
         return jnp.where(code == 2 * levels + 1, jnp.asarray(jnp.nan, dtype), numbers)
 
     def encode(coo: PaddedCOO, seed: jax.Array) -> Encoded:
@@ -125,7 +125,3 @@ def _scale(numbers: jax.Array, norm: str) -> jax.Array:
     share = numbers / jnp.where(largest > 0, largest, 1.0)[..., None]
     length = jnp.maximum(jnp.sqrt(jnp.sum(share * share, axis=-1)), 1.0)
     return jnp.minimum(largest * length, jnp.finfo(jnp.float32).max)
-
-
-def _in_one_run(x: jax.Array) -> jax.Array:
-    return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])

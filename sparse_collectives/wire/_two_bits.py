@@ -79,8 +79,7 @@ def two_bits(*, gap_bits: int = 12, block: int = 128, escapes: float = 1 / 16) -
         message = jnp.concatenate([*parts, _bits.pack(value, 2)], axis=1)
         decoded = _decoded(value, levels, block, rows.values.dtype)
         decoded = _gaps.row_gather(decoded, slots.place, 0)
-        sent = slots.place < count
-        return _gaps.encoded(message, sent, _values.error_of(rows.values, decoded), coo)
+        return _gaps.encoded(message, slots, _values.error_of(rows.values, decoded), coo)
 
     def decode(message: jax.Array, size: int, dtype) -> PaddedCOO:
         sixteens = _sizes.slots_of(

@@ -272,7 +272,7 @@ def configurations(draw: Any, *, of_parts: bool = False) -> Configuration:
         nesterov=nesterov,
         data=data,
         seed=seed,
-        keeps_others=low_rank is None and exchange.keeps_others,
+        keeps_others=low_rank is None and exchange.may_keep_partial_sums,
         low_rank=low_rank is not None,
         tied=tied,
     )

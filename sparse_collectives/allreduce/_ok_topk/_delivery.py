@@ -21,8 +21,8 @@ from sparse_collectives.allreduce._ok_topk._plan import Collectives, Plan
 from sparse_collectives.allreduce._parts import _messages
 
 
-class Options(NamedTuple):
-    """The options of a step that are static.
+class Step(NamedTuple):
+    """The options of all steps, and the values of one.
 
     Attributes:
       axis: the workers.
@@ -35,6 +35,12 @@ class Options(NamedTuple):
       paper: whether it is Algorithm 1 as published.
       codec: encoding of the entries that are balanced.
       placed: moves a worker's entries to their places in the whole vector.
+      count: ``i32[]``, steps taken.
+      threshold: ``f32[]``, the threshold that this step may reuse.
+      select_turn: ``u32[]``, decides which entries wait if more reach the threshold than are
+        delivered.
+      balance_turn: ``u32[]``, decides the same if more are delivered than fit.
+      seed: ``u32[]``, the seed of the codec.
     """
 
     axis: AxisName
@@ -47,6 +53,11 @@ class Options(NamedTuple):
     paper: bool
     codec: Codec
     placed: Callable[[PaddedCOO], PaddedCOO]
+    count: jax.Array
+    threshold: jax.Array
+    select_turn: jax.Array
+    balance_turn: jax.Array
+    seed: jax.Array
 
 
 class Delivery(NamedTuple):
@@ -76,38 +87,19 @@ class Delivery(NamedTuple):
     words: _messages.Words
 
 
-class Turns(NamedTuple):
-    """Values that change from step to step.
-
-    Attributes:
-      count: ``i32[]``, steps taken.
-      threshold: ``f32[]``, the threshold that this step may reuse.
-      select: ``u32[]``, decides which entries wait if more reach the threshold than are delivered.
-      balance: ``u32[]``, decides the same if more are delivered than fit.
-      seed: ``u32[]``, the seed of the codec.
-    """
-
-    count: jax.Array
-    threshold: jax.Array
-    select: jax.Array
-    balance: jax.Array
-    seed: jax.Array
-
-
-def deliver(entries: PaddedCOO, overflow: jax.Array, turns: Turns, options: Options) -> Delivery:
+def deliver(entries: PaddedCOO, overflow: jax.Array, step: Step) -> Delivery:
     """Selects from the sums ``entries`` that this worker owns; all workers take the same way.
 
     Args:
       entries: ascending, at the places of this worker's region.
       overflow: ``i32[]``, the overflow of this worker.
-      turns: the values of this step.
-      options: the options of all steps.
+      step: the options and the values of this step.
     """
     bits = _global_selection.deliverable_bits(entries)
-    plan, axis = options.plan, options.axis
+    plan, axis = step.plan, step.axis
 
     def by_rounds() -> Delivery:
-        return _by_rounds(entries, bits, overflow, turns, options)
+        return _by_rounds(entries, bits, overflow, step)
 
     if not plan.window:
         return by_rounds()
@@ -116,24 +108,24 @@ def deliver(entries: PaddedCOO, overflow: jax.Array, turns: Turns, options: Opti
     fits = seen.holds & (jnp.max(seen.quota) <= plan.gather_slots)
     # The rounds have a ppermute, in which all devices of a mesh meet.
     fits = transport.holds_on_mesh(fits[None], axis)[0]
-    assert options.exchanges.window is not None
-    words = _messages.words_in_full(options.exchanges.window.received(plan.workers))
+    assert step.exchanges.window is not None
+    words = _messages.words_in_full(step.exchanges.window.received(plan.workers))
     with jax.named_scope("ok_topk/delivery"):
-        found = _cond(fits, lambda: _at_once(entries, bits, seen, options), by_rounds)
+        found = _cond(fits, lambda: _at_once(entries, bits, seen, step), by_rounds)
     return found._replace(words=_messages.words_in_all(words, found.words))
 
 
 def _at_once(
-    entries: PaddedCOO, bits: jax.Array, seen: _global_selection.Seen, options: Options
+    entries: PaddedCOO, bits: jax.Array, seen: _global_selection.Seen, step: Step
 ) -> Delivery:
     """Delivers the entries that the windows show."""
-    plan = options.plan
-    mine = seen.quota[transport.axis_index(options.axis)]
+    plan = step.plan
+    mine = seen.quota[transport.axis_index(step.axis)]
     slot, held = _kth_magnitude.slots_from(bits, seen.threshold_bits, mine, none=plan.gather_slots)
-    kept = options.placed(_compaction.to_slots(entries, slot, capacity=plan.gather_slots))
+    kept = step.placed(_compaction.to_slots(entries, slot, capacity=plan.gather_slots))
     moved = None
-    if not options.codec.exact:
-        slots = min(options.most, entries.capacity)
+    if not step.codec.exact:
+        slots = min(step.most, entries.capacity)
         none = _data.empty(kept.size, slots, entries.values.dtype)
         moved = (none, none.values)
     return Delivery(
@@ -149,33 +141,31 @@ def _at_once(
     )
 
 
-def _by_rounds(
-    entries: PaddedCOO, bits: jax.Array, overflow: jax.Array, turns: Turns, options: Options
-) -> Delivery:
+def _by_rounds(entries: PaddedCOO, bits: jax.Array, overflow: jax.Array, step: Step) -> Delivery:
     """The threshold, the counts, and the balancing, one after the other."""
-    axis, plan, exchanges = options.axis, options.plan, options.exchanges
-    with jax.named_scope(f"ok_topk/global_threshold.every{options.period}"):
+    axis, plan, exchanges = step.axis, step.plan, step.exchanges
+    with jax.named_scope(f"ok_topk/global_threshold.every{step.period}"):
         threshold_bits, threshold_words = _global_selection.current_threshold(
             bits,
-            options.k,
-            turns.threshold,
-            options.period,
-            turns.count,
+            step.k,
+            step.threshold,
+            step.period,
+            step.count,
             exchanges.threshold,
             axis,
             exchanges.published,
         )
     with jax.named_scope("ok_topk/global_selection"):
         selection = _global_selection.select_global(
-            bits, threshold_bits, options.most, overflow, axis, turns.select
+            bits, threshold_bits, step.most, overflow, axis, step.select_turn
         )
         counts_words = _messages.words_in_full(exchanges.counts.received(plan.workers))
     mine, _ = _compaction.compact_mask(
-        entries, selection.mask, capacity=min(options.most, entries.capacity)
+        entries, selection.mask, capacity=min(step.most, entries.capacity)
     )
-    mine = options.placed(mine)
+    mine = step.placed(mine)
     # Line 13: spread them evenly.
-    branch = _balance.choose_branch(selection.quota, plan, axis, paper=options.paper)
+    branch = _balance.choose_branch(selection.quota, plan, axis, paper=step.paper)
     with jax.named_scope("ok_topk/balance"):
         balanced = _balance.balance(
             mine,
@@ -183,14 +173,14 @@ def _by_rounds(
             branch,
             plan,
             axis=axis,
-            codec=options.codec,
-            seed=turns.seed,
+            codec=step.codec,
+            seed=step.seed,
             exchanges=exchanges.balance,
-            mode=options.balance,
-            turn=turns.balance,
+            mode=step.balance,
+            turn=step.balance_turn,
         )
     # With 'never', entries that do not fit stay.
-    most = plan.gather_slots if options.balance == "never" else options.most
+    most = plan.gather_slots if step.balance == "never" else step.most
     stays = jnp.minimum(selection.quota, most)
     return Delivery(
         entries=balanced.entries,

@@ -202,14 +202,12 @@ def ok_topk(
         delivery = _delivery.deliver(
             reduced.entries,
             reduced.overflow,
-            _delivery.Turns(
+            _delivery.Step(
                 count=state.count,
                 threshold=state.threshold,
-                select=_hash.turn(state.count, 2),
-                balance=_hash.turn(state.count, 1),
+                select_turn=_hash.turn(state.count, 2),
+                balance_turn=_hash.turn(state.count, 1),
                 seed=_hash.seed(state.count, 1, me),
-            ),
-            _delivery.Options(
                 axis=axis,
                 plan=plan,
                 exchanges=exchanges,

@@ -1,22 +1,25 @@
 """ADTopk: every row of every layer sends its largest entries.
 
-Ming et al. call the rows of a layer's matrix its dimensions. A top-k of the
-whole layer leaves many of them out, and the features that they represent are not
-trained. Here each row sends its share, and at least one entry.
+Ming et al. call the rows of a layer's matrix its dimensions. A top-k of the whole layer leaves many
+of them out, and the features that they represent are not trained. Here each row sends its share,
+and at least one entry. In ADTopk-i rows and whole layers take turns.
 """
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from sparse_collectives import _validation
+from sparse_collectives import _compat, _data, _validation
 from sparse_collectives._data import Layout, as_layout
 from sparse_collectives._sparse_ops import _bits
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import SelectInfo, Selector
 from sparse_collectives.select import _rows
-from sparse_collectives.select._layerwise import LayersState, init_layers, select_layers
+from sparse_collectives.select._layerwise import LayersState, init_layers, layerwise, select_layers
+from sparse_collectives.select._topk import topk
 
 
 def adtopk(density: float, *, row_axis: int = -1) -> Selector:
@@ -87,6 +90,86 @@ def adtopk(density: float, *, row_axis: int = -1) -> Selector:
     return Selector(init, select, spec=Spec.of("adtopk", density=density, row_axis=row_axis))
 
 
+class ADTopkInterleavedState(NamedTuple):
+    """State of :func:`adtopk_interleaved`.
+
+    Attributes:
+      count: ``i32[]``, steps taken; if it is even, the step selects by row.
+      rows: the state of the selection by row.
+      layers: the state of the selection by layer.
+    """
+
+    count: jax.Array
+    rows: LayersState
+    layers: LayersState
+
+
+def adtopk_interleaved(density: float, *, row_axis: int = -1) -> Selector:
+    """Selects by row (:func:`adtopk`) and by layer (exact top-k) in turn.
+
+    A selection by row trains all features, and a selection by layer sends the
+    largest entries. In turn, neither slows the other down. All layers do the same in
+    a step; the first step selects by row.
+
+    Args:
+      density: as in :func:`adtopk`, for each row and for each layer.
+      row_axis: the axis of a layer's shape that numbers its rows.
+
+    Returns:
+      A :class:`Selector` whose ``init`` takes a :class:`sparse_collectives.Layout`, and whose state
+      is an :class:`ADTopkInterleavedState`.
+
+    Raises:
+      ValueError: as :func:`adtopk`.
+
+    Cost: the cost of :func:`adtopk` and of :func:`layerwise` with :func:`topk`, in
+    turn; under ``vmap`` (in :func:`sparse_collectives.simulate`) both at each step.
+
+    References:
+      Ming et al., ADTopk, HPDC 2024, section 4.2, Algorithm 1.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import sparse_collectives as sc
+      >>> selector = adtopk_interleaved(density=0.5)
+      >>> state, select = selector.init(sc.Layout(((2, 2),))), jax.jit(selector.select)
+      >>> acc = jnp.array([4.0, 1.0, 3.0, 2.0])
+      >>> coo, state, _ = select(acc, state)
+      >>> coo.indices.tolist(), select(acc, state)[0].indices.tolist()
+      ([0, 3], [0, 2])
+    """
+    by_row = adtopk(density=density, row_axis=row_axis)
+    by_layer = layerwise(topk(density=density))
+
+    def init(size: int | Layout) -> ADTopkInterleavedState:
+        return ADTopkInterleavedState(
+            jnp.zeros((), jnp.int32), by_row.init(size), by_layer.init(size)
+        )
+
+    def select(acc: jax.Array, state: ADTopkInterleavedState):
+        # The state varies over the workers; one made in the mapped function lacks that type.
+        state = _compat.varying_like(state, acc)
+        capacity = max(
+            jax.eval_shape(selector.select, acc, old)[0].capacity
+            for selector, old in ((by_row, state.rows), (by_layer, state.layers))
+        )
+
+        def rows():
+            coo, new, info = by_row.select(acc, state.rows)
+            return _data.widen(coo, capacity), new, state.layers, info
+
+        def layers():
+            coo, new, info = by_layer.select(acc, state.layers)
+            return _data.widen(coo, capacity), state.rows, new, info
+
+        coo, row_state, layer_state, info = lax.cond(state.count % 2 == 0, rows, layers)
+        return coo, ADTopkInterleavedState(state.count + 1, row_state, layer_state), info
+
+    return Selector(
+        init, select, spec=Spec.of("adtopk_interleaved", density=density, row_axis=row_axis)
+    )
+
+
 def rows_of_layer(
     layer: jax.Array, shape: tuple[int, ...], density: float, row_axis: int
 ) -> tuple[jax.Array, SelectInfo]:
@@ -97,9 +180,9 @@ def rows_of_layer(
     places, threshold = _rows.largest_of_rows(matrix, k, axis)
     places = jnp.where(places < layer.size, place_of(places), layer.size)
     info = SelectInfo(
-        selected=jnp.sum(places < layer.size, dtype=jnp.int32),
-        overflow=jnp.zeros_like(places[0]),
-        threshold=_bits.magnitude_from_bits(jnp.min(threshold)),
+        jnp.sum(places < layer.size, dtype=jnp.int32),
+        jnp.zeros_like(places[0]),
+        _bits.magnitude_from_bits(jnp.min(threshold)),
     )
     return places, info
 

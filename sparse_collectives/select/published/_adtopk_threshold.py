@@ -170,16 +170,6 @@ def adtopk_threshold(
         state = _compat.varying_like(state, acc)
         return select_layers(_validation.as_vector("acc", acc), state, of_layer)
 
-    return Selector(
-        init,
-        select,
-        spec=Spec.of(
-            "adtopk_threshold",
-            density=density,
-            steps=steps,
-            warmup=warmup,
-            period=period,
-            headroom=headroom,
-            row_axis=row_axis,
-        ),
-    )
+    periods = {"steps": steps, "warmup": warmup, "period": period}
+    options = {"density": density, "headroom": headroom, "row_axis": row_axis}
+    return Selector(init, select, spec=Spec.of("adtopk_threshold", **periods, **options))

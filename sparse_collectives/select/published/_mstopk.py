@@ -96,11 +96,7 @@ def mstopk(density: float, *, samplings: int = 30) -> Selector:
     def choose(acc: jax.Array, k: int, turn: jax.Array):
         bracket = _search(acc, k, samplings)
         coo, count = _compaction.entries_at(acc, _words_between(acc, bracket, k, turn), k)
-        info = SelectInfo(
-            selected=count,
-            overflow=jnp.zeros_like(count),
-            threshold=_bits.magnitude_from_bits(bracket.lower),
-        )
+        info = SelectInfo(count, jnp.zeros_like(count), _bits.magnitude_from_bits(bracket.lower))
         return coo, info
 
     return _frame.counted(choose, density, Spec.of("mstopk", density=density, samplings=samplings))
