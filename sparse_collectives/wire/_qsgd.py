@@ -77,7 +77,7 @@ def qsgd(*, bits: int = 8, bucket: int = 512, norm: str = "max") -> Codec:
         random = _values.in_blocks(_hash.uniform(seed, position), bucket)
         up = (random < steps - below).astype(jnp.float32)
         level = jnp.minimum(below + up, levels).astype(jnp.int32)
-        level = level.reshape(*level.shape[:-2], -1)[..., : values.shape[-1]]
+        level = _values.in_one_run(level)[..., : values.shape[-1]]
         code = levels + jnp.where(_values.is_negative(values), -level, level)
         code = jnp.where(finite, code, 2 * levels + 1)
         decoded = dequantize(code, unit, values.dtype)
@@ -89,7 +89,7 @@ def qsgd(*, bits: int = 8, bucket: int = 512, norm: str = "max") -> Codec:
         length = code.shape[-1]
         level = _values.in_blocks((code - levels).astype(jnp.float32), bucket)
         numbers = _values.with_range_of(level * unit[..., None], dtype)
-        numbers = numbers.reshape(*numbers.shape[:-2], -1)[..., :length]
+        numbers = _values.in_one_run(numbers)[..., :length]
         return jnp.where(code == 2 * levels + 1, jnp.asarray(jnp.nan, dtype), numbers)
 
     def encode(coo: PaddedCOO, seed: jax.Array) -> Encoded:

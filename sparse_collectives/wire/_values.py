@@ -71,7 +71,12 @@ def in_blocks(x: jax.Array, block: int) -> jax.Array:
     return x.reshape(*x.shape[:-1], x.shape[-1] // block, block)
 
 
+def in_one_run(x: jax.Array) -> jax.Array:
+    """The inverse of :func:`in_blocks`, but for the padding."""
+    return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
+
+
 def spread(of_block: jax.Array, block: int, length: int) -> jax.Array:
     """Repeats the number of each block for each of ``length`` values."""
     repeated = jnp.broadcast_to(of_block[..., None], (*of_block.shape, block))
-    return repeated.reshape(*of_block.shape[:-1], of_block.shape[-1] * block)[..., :length]
+    return in_one_run(repeated)[..., :length]
