@@ -29,6 +29,7 @@ from sparse_collectives._data import PaddedCOO, take
 from sparse_collectives._sparse_ops._compaction import windowed_rank
 from sparse_collectives._types import AxisName, Codec
 from sparse_collectives.allreduce._ok_topk import _spread
+from sparse_collectives.allreduce._ok_topk._exchanges import words_of
 from sparse_collectives.allreduce._ok_topk._plan import Collective, Plan
 from sparse_collectives.allreduce._parts import _messages
 
@@ -234,11 +235,7 @@ def words_of_branches(
     if exchanges[0] is not None:
         sent = (by_rank,) * len(exchanges)
     words = [
-        _messages.no_words()
-        if exchange is None
-        else _messages.words_of_pairs(
-            exchange.received(workers), entries - unsent, exchange.slots_sent(workers)
-        )
+        words_of(exchange, entries - unsent, workers) if exchange else _messages.no_words()
         for exchange, entries in zip(exchanges, sent, strict=True)
     ]
     return jax.tree.map(lambda *of_branch: jnp.stack(of_branch), *words)

@@ -125,11 +125,7 @@ def split_and_reduce(
     occupied = blocks.source < coo.capacity
     # With an exact codec all entries of a block are sent, and not counted again.
     filled = blocks.filled if codec.exact else jnp.sum(encoded.sent, axis=1, dtype=jnp.int32)
-    words = _messages.words_of_pairs(
-        exchange.received(workers),
-        jnp.sum(filled, dtype=jnp.int32) - filled[me],
-        exchange.slots_sent(workers),
-    )
+    words = words_of(exchange, jnp.sum(filled, dtype=jnp.int32) - filled[me], workers)
     entries = PaddedCOO(entries.values[0].astype(dtype), entries.indices[0], size)
     sent, given, error = blocks.sent, blocks.filled, None
     if not codec.exact:
@@ -190,8 +186,11 @@ def gather(
     unsent, error = jnp.zeros((), jnp.int32), None
     if not codec.exact:
         unsent, error = _messages.unsent_count(entries, encoded), encoded.error
-    workers = transport.axis_size(axis)
-    words = _messages.words_of_pairs(
-        exchange.received(workers), held - unsent, exchange.slots_sent(workers)
-    )
+    words = words_of(exchange, held - unsent, transport.axis_size(axis))
     return Gathered(total, error, unsent, words)
+
+
+def words_of(exchange: Collective, entries: jax.Array, workers: int) -> _messages.Words:
+    """The words of an exchange in which this worker sent so many entries to others."""
+    received, slots = exchange.received(workers), exchange.slots_sent(workers)
+    return _messages.words_of_pairs(received, entries, slots)

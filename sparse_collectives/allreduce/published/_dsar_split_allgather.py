@@ -96,7 +96,7 @@ def dsar_split_allgather(
 
         def dense():
             message, lost = dense_codec.encode_dense(reduced.to_dense(), _hash.seed(count, 1, me))
-            total = gather(message, codec=dense_codec, dense=True)
+            total = cast(jax.Array, gather(message, codec=dense_codec, dense=True))
             delivered = jnp.sum(counts, dtype=jnp.int32)
             return total, delivered, reduced.count(), nothing if exact else lost
 
