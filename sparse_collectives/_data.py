@@ -23,9 +23,8 @@ class PaddedCOO:
     padding: index ``size`` (one past the end) and value 0. A scatter with
     ``mode='drop'`` ignores padding, and padding does not change a sum.
 
-    The indices of a selection are unique and ascending, with the padding last.
-    The indices of an allreduce's total are unique, but padding may stand between
-    them.
+    The indices of a selection are unique and ascending, with the padding last. The indices of an
+    allreduce's total are unique, but padding may stand between them.
 
     Attributes:
       values: ``f[..., capacity]``.
@@ -116,9 +115,9 @@ def empty(size: int, capacity: int, dtype: type[Any] | np.dtype[Any] = jnp.float
 
 def widen(coo: PaddedCOO, capacity: int) -> PaddedCOO:
     """The same entries in ``capacity`` slots, at least as many as ``coo`` has."""
-    room = [(0, 0)] * (coo.indices.ndim - 1) + [(0, capacity - coo.capacity)]
-    indices = jnp.pad(coo.indices, room, constant_values=coo.size)
-    return PaddedCOO(jnp.pad(coo.values, room), indices, coo.size)
+    padding = [(0, 0)] * (coo.indices.ndim - 1) + [(0, capacity - coo.capacity)]
+    indices = jnp.pad(coo.indices, padding, constant_values=coo.size)
+    return PaddedCOO(jnp.pad(coo.values, padding), indices, coo.size)
 
 
 def concatenate(parts: Sequence[PaddedCOO]) -> PaddedCOO:

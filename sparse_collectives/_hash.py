@@ -49,6 +49,25 @@ def random_bits(seed: jax.Array, position: jax.Array) -> jax.Array:
     return mix(mix(position.astype(jnp.uint32) ^ key) + mix(key))
 
 
+def seed(count: jax.Array, stage: int, sender: jax.Array | int) -> jax.Array:
+    """The seed of a message of step ``count i32[]``, which differs for each stage and sender.
+
+    Independent errors of different workers and steps do not add up. Replicas that encode the
+    same sum pass the same ``sender``, so that they send the same bits.
+    """
+    return combine(count, stage, sender)
+
+
+def turn(count: jax.Array, stage: int) -> jax.Array:
+    """The turn of a stage of step ``count i32[]``, ``u32[]``: it decides which entries wait.
+
+    It is unlike any seed, and differs between stages: a window that depended on the window
+    before it, or on the entries that a codec leaves out, could leave out one entry without end.
+    It is the same on every worker, so that all parts of an index that all have go together.
+    """
+    return combine(count, stage, -1)
+
+
 def below(turn: jax.Array, count: jax.Array) -> jax.Array:
     """The start ``i32[...]``, in ``[0, count)``, of a window over ``count i32[...]`` entries.
 

@@ -4,12 +4,13 @@ Each is a NamedTuple of pure functions that a factory makes, as in optax. All va
 that change from step to step are in a state; no function prints or keeps global state.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 
-from sparse_collectives._data import PaddedCOO
+from sparse_collectives._data import PaddedCOO, concatenate, empty
 from sparse_collectives._spec import Spec
 
 State = Any
@@ -28,9 +29,9 @@ class Communicator(Protocol):
 AxisName = Hashable | tuple[Hashable, ...] | Communicator | tuple[Communicator, ...]
 
 
-def _as_made(state: State, number: jax.Array) -> State:
-    del number
-    return state
+def _unchanged(x: Any, *others: Any, **options: Any) -> Any:
+    del others, options
+    return x
 
 
 class Selector(NamedTuple):
@@ -42,15 +43,15 @@ class Selector(NamedTuple):
       select: ``select(acc f[size], state) -> (PaddedCOO, state, SelectInfo)``.
         The values of the PaddedCOO are ``acc`` at its indices, unchanged.
       spec: the name and the arguments of its factory; only checkpoints use it.
-      apart: ``apart(state, number i32[]) -> state``: the first state of the buffer with that
-        number, among several buffers of one size. Selectors that draw random indices use it, so
-        that buffers do not draw the same ones. By default, and for number 0, it returns ``state``.
+      fork: ``fork(state, number i32[]) -> state``: the initial state for the layer with that number
+        among several of one size, with a random stream of its own. By default, and for number 0, it
+        returns ``state``.
     """
 
     init: Callable[..., State]
     select: Callable[..., tuple[PaddedCOO, State, "SelectInfo"]]
     spec: Spec | None = None
-    apart: Callable[[State, jax.Array], State] = _as_made
+    fork: Callable[[State, jax.Array], State] = _unchanged
 
 
 class SelectInfo(NamedTuple):
@@ -71,19 +72,28 @@ class Undelivered(NamedTuple):
     """The values that a worker must keep in its residual after an allreduce.
 
     Attributes:
-      slots: ``f[c]``, the part that the worker keeps of the entry in each slot of its
-        selection: 0 of an entry that was delivered in full, all of one that was not delivered.
+      slots: ``f[c]``, the part that the worker keeps of the entry in each slot of its selection: 0
+        if it was delivered, and the whole value if not.
       others: a PaddedCOO of the other values that it keeps: partial sums that found no slot
         on the way, and the rounding errors of encoded partial sums. An index may occur more than
         once, and its values add up. It has 0 slots if there can be no such entries.
-      remainder: a PaddedCOO with unique indices, only from an allreduce that is ``complete``:
+      rest_at_total: a PaddedCOO with unique indices, only from an allreduce with ``full_sums``:
         the value that replaces the accumulator at the indices of the total, whether this worker
         selected them or not. It is 0 or a rounding error. If it is given, ``slots`` is not used.
     """
 
     slots: jax.Array
     others: PaddedCOO
-    remainder: PaddedCOO | None = None
+    rest_at_total: PaddedCOO | None = None
+
+    @classmethod
+    def of(
+        cls, coo: PaddedCOO, slots: jax.Array | None = None, others: Sequence[PaddedCOO] = ()
+    ) -> "Undelivered":
+        """``slots f[c]`` of the selection ``coo``, by default nothing, and all ``others``."""
+        slots = jnp.zeros_like(coo.values) if slots is None else slots
+        none = empty(coo.size, 0, coo.values.dtype)
+        return cls(slots, concatenate(others) if others else none)
 
     def residual(self, acc: jax.Array, coo: PaddedCOO) -> jax.Array:
         """The residual ``f[n]``: the rest of ``acc f[n]`` after its selection ``coo`` is exchanged.
@@ -93,35 +103,16 @@ class Undelivered(NamedTuple):
         if there can be any.
         """
         lead = (0,) * (acc.ndim - 1)
-        if self.remainder is None:
+        if self.rest_at_total is None:
             indices, values = coo.indices, self.slots
         else:
             # ``acc`` still has the selected entries that are not in the total.
-            indices, values = self.remainder.indices, self.remainder.values
+            indices, values = self.rest_at_total.indices, self.rest_at_total.values
         kept = acc.at[(*lead, indices)].set(values.astype(acc.dtype), mode="drop")
         if not self.others.capacity:
             return kept
         added = self.others.values.astype(acc.dtype)
         return kept.at[(*lead, self.others.indices)].add(added, mode="drop")
-
-
-def _whole(vector: jax.Array) -> jax.Array:
-    return vector
-
-
-def _as_it_is(part: jax.Array, size: int) -> jax.Array:
-    del size
-    return part
-
-
-def _all_of_it(acc: jax.Array, state: State, *, axis: AxisName) -> jax.Array:
-    del state, axis
-    return acc
-
-
-def _where_it_is(coo: PaddedCOO, size: int, state: State, *, axis: AxisName) -> PaddedCOO:
-    del size, state, axis
-    return coo
 
 
 class SparseAllreduce(NamedTuple):
@@ -142,10 +133,10 @@ class SparseAllreduce(NamedTuple):
       scatter: ``scatter(f[n]) -> f[m]``: this worker's part of the sum over
         ``shard_axis``. Without such an axis it returns the vector.
       gather: ``gather(f[m], n) -> f[n]``: the parts of all workers, the same on every worker.
-      complete: whether the total has full sums: all workers add their values at an index that
-        any of them selected. ``reduce`` then takes ``acc=``, the accumulator ``f[size]`` from
-        which ``coo`` was selected, ``undelivered.remainder`` is the rest of it at the indices of
-        the total, and conservation holds for the accumulators. Without ``acc`` a worker contributes
+      full_sums: whether the total has full sums: all workers add their values at an index that any
+        of them selected. ``reduce`` then takes ``acc=``, the accumulator ``f[size]`` from which
+        ``coo`` was selected, ``undelivered.rest_at_total`` is the rest of it at the indices of the
+        total, and conservation holds for the accumulators. Without ``acc`` a worker contributes
         only ``coo``. If all selections are empty, nothing is delivered: so a step is skipped.
       choose: ``choose(coo, state, *, axis) -> (indices i32[K], state, info)``: the indices
         that ``total`` would have, unique except for padding, and the same on every worker. It
@@ -155,7 +146,7 @@ class SparseAllreduce(NamedTuple):
         which a worker selects at this step; by default all of it.
       to_global: ``to_global(coo of s, m, state, *, axis) -> coo of m``: a selection from that part,
         with its indices in the accumulator.
-      keeps_others: whether a worker may have to keep parts of entries of other workers, in
+      may_keep_partial_sums: whether a worker may have to keep parts of entries of other workers, in
         ``undelivered.others``. Its residual may then grow by more than its own gradient, and
         ``optax_ext`` accepts only gradients below 2^103 (1e31), so that no residual overflows.
     """
@@ -164,13 +155,13 @@ class SparseAllreduce(NamedTuple):
     reduce: Callable[..., tuple[PaddedCOO | jax.Array, Undelivered, State, "ReduceInfo"]]
     spec: Spec | None = None
     shard_axis: tuple[Hashable, ...] = ()
-    scatter: Callable[[jax.Array], jax.Array] = _whole
-    gather: Callable[[jax.Array, int], jax.Array] = _as_it_is
-    complete: bool = False
+    scatter: Callable[[jax.Array], jax.Array] = _unchanged
+    gather: Callable[[jax.Array, int], jax.Array] = _unchanged
+    full_sums: bool = False
     choose: Callable[..., tuple[jax.Array, State, "ReduceInfo"]] | None = None
-    local_view: Callable[..., jax.Array] = _all_of_it
-    to_global: Callable[..., PaddedCOO] = _where_it_is
-    keeps_others: bool = True
+    local_view: Callable[..., jax.Array] = _unchanged
+    to_global: Callable[..., PaddedCOO] = _unchanged
+    may_keep_partial_sums: bool = True
 
 
 class ReduceInfo(NamedTuple):
@@ -180,8 +171,7 @@ class ReduceInfo(NamedTuple):
       delivered: ``i32[]``, entries in the total; equal on all workers.
       overflow: ``i32[]``, entries of this worker that found no slot on the way.
       threshold: ``f32[]``, the global threshold; equal on all workers.
-      words: ``f32[]``, 4-byte words each worker received, padding included;
-        equal on all workers.
+      words: ``f32[]``, 4-byte words each worker received, padding included; equal on all workers.
       useful: ``f32[]``, words that this worker sent, without padding: a message
         with e entries in c slots counts e / c of its words; dense runs, counts and
         histograms count in full. Every sent word is received, so the mean over the
@@ -194,6 +184,35 @@ class ReduceInfo(NamedTuple):
     threshold: jax.Array
     words: jax.Array
     useful: jax.Array
+
+    @classmethod
+    def of(
+        cls,
+        total: PaddedCOO | jax.Array,
+        words: jax.Array | float,
+        *,
+        useful: jax.Array | float | None = None,
+        overflow: jax.Array | int = 0,
+        threshold: jax.Array | float = 0.0,
+        delivered: jax.Array | None = None,
+    ) -> "ReduceInfo":
+        """The info of an allreduce with this total; by default all of its words are useful.
+
+        ``delivered`` is by default the number of entries of ``total``, or of nonzero ones if it is
+        dense.
+        """
+        received = jnp.float32(words)
+        if delivered is None and isinstance(total, PaddedCOO):
+            delivered = total.count()
+        elif delivered is None:
+            delivered = jnp.sum(total != 0, dtype=jnp.int32)
+        return cls(
+            delivered=delivered,
+            overflow=jnp.asarray(overflow, jnp.int32),
+            threshold=jnp.asarray(threshold, jnp.float32),
+            words=received,
+            useful=received if useful is None else jnp.float32(useful),
+        )
 
 
 class Codec(NamedTuple):

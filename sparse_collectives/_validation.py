@@ -1,7 +1,6 @@
 """Checks of arguments, made at trace time and before anything is computed.
 
-Each message names the argument, the given value, the expected one and the code to write
-instead.
+Each message names the argument, the given value, the expected one and the code to write instead.
 """
 
 import numbers

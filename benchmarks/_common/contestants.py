@@ -224,7 +224,7 @@ CONTESTANTS: dict[str, Contestant] = {
     ),
     "sparse_adamw, ok_topk": _ADAMW._replace(make=_adamw(_exchange_of), entries=1),
     "sparse_adamw, complete ok_topk": _ADAMW._replace(
-        make=_adamw(lambda density: allreduce.complete(_exchange_of(density))), entries=1
+        make=_adamw(lambda density: allreduce.full_sums(_exchange_of(density))), entries=1
     ),
     "sparse_adamw, delayed": _ADAMW._replace(make=_around_made(optax_ext.delayed, _ADAMW.make)),
     "sparse_adamw, factors": _ADAMW._replace(make=_adamw(moments="factors")),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparse_collectives import cost_model
-from sparse_collectives.allreduce._shared import _hashed
+from sparse_collectives.allreduce._parts import _hashed
 
 from ..training._measures import DENSITIES
 from ..training._replay import received, replay, unevenness

@@ -16,8 +16,8 @@ def _exact(make):
     return lambda density: make()
 
 
-def _complete(density):
-    return sc.allreduce.complete(sc.allreduce.ok_topk(density=density))
+def _full_sums(density):
+    return sc.allreduce.full_sums(sc.allreduce.ok_topk(density=density))
 
 
 # The factory of each algorithm, and the name in `cost_model.paper_cost` to compare it with.
@@ -35,7 +35,7 @@ ALGORITHMS = {
     "gtopk": (lambda density: _PUBLISHED.gtopk(density=density), "gtopk"),
     "spardl": (lambda density: sc.allreduce.spardl(density=density), "spardl"),
     "ok_topk": (lambda density: sc.allreduce.ok_topk(density=density), "ok_topk"),
-    "complete(ok_topk)": (_complete, None),
+    "full_sums(ok_topk)": (_full_sums, None),
 }
 # The largest P that one is traced for: the program of a ring has a step for each worker.
 _MOST = {"ring_sparse": 100}

@@ -44,9 +44,9 @@ FLAT_BOUNDS = {"raw": 6.0, "narrow16": 3.0, "narrow8": 1.6}
 GRID = {10**5: (4, 16, 32, 64), 10**6: (4, 16, 64, 256, 1024), 10**7: (4, 64, 1024)}
 
 
-def of_ok_topk(size, density, workers, codec, sizes=1):
+def of_ok_topk(size, density, workers, codec):
     """Words and phases of each case, from one traced program."""
-    k, program = _traced(size, density, workers, codec, sizes)
+    k, program = _traced(size, density, workers, codec)
     row = {"workers": workers, "k": k, "bound": 6 * k * (workers - 1) / workers}
     for case, choice in CASES.items():
         measured = traffic.of_traced(program, **choice)
@@ -59,10 +59,10 @@ def of_ok_topk(size, density, workers, codec, sizes=1):
     return row
 
 
-def _traced(size, density, workers, codec, sizes=1):
+def _traced(size, density, workers, codec):
     """k, and one traced step of Ok-Topk."""
     k = max(1, round(size * density))
-    allreduce = ok_topk(density=density, sizes=sizes, codec=CODECS[codec]())
+    allreduce = ok_topk(density=density, codec=CODECS[codec]())
     return k, _volumes.trace(allreduce, size, k, workers)
 
 
@@ -83,10 +83,10 @@ def algorithms(args):
 
 def cases(args):
     """Ok-Topk: each case and each phase as shares of the bound, and as multiples of k(P-1)/P."""
-    given = args.density, args.codec, args.sizes
+    given = args.density, args.codec
     rows = [of_ok_topk(args.params, given[0], workers, *given[1:]) for workers in args.workers]
     title = "Ok-Topk, words as shares of 6k(P-1)/P, and as multiples of k(P-1)/P"
-    title += f"; n = {args.params:,}, " + "density {:g}, codec {}, sizes {}".format(*given)
+    title += f"; n = {args.params:,}, " + "density {:g}, codec {}".format(*given)
     show_rows(title, rows)
     return rows
 
@@ -112,16 +112,14 @@ def bound(args):
     rows = []
     for size, workers in ((size, workers) for size, counts in GRID.items() for workers in counts):
         k, program = _traced(size, args.density, workers, "raw")
-        _, sized = _traced(size, args.density, workers, "raw", sizes=4)
         unit = k * (workers - 1) / workers
         row = {"params": size, "workers": workers, "of_a_worker": k / workers}
         for case, choice in CASES.items():
             row[case] = traffic.of_traced(program, **choice).words / unit
         row["rounds"] = _by_rounds(program) / unit
-        row["sizes"] = traffic.of_traced(sized, conditional="best").words / unit
         rows.append(row)
     title = f"Ok-Topk, multiples of k(P-1)/P, density {args.density:g}; `rounds`: no window fits"
-    show_rows(f"{title}; `sizes`: even, with messages of four sizes", rows)
+    show_rows(title, rows)
     return rows
 
 
@@ -144,7 +142,6 @@ def main(argv: list[str] | None = None) -> None:
     usual = {"workers": WORKERS, "params": 1_000_000, "density": 0.01}
     usual |= {"sections": (list(SECTIONS), None, SECTIONS)}
     usual |= {"codec": ("raw", "encoding in the section ok_topk", CODECS)}
-    usual |= {"sizes": (1, "of messages, in the same section")}
     args = options.parser_of(__doc__, "json", **usual).parse_args(argv)
     report = {name: getattr(args, name) for name in ("params", "density", "codec")}
     report |= {"jax": jax.__version__, "sparse_collectives": sparse_collectives.__version__}

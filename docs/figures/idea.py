@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import sparse_collectives as sc
-from sparse_collectives.allreduce._shared import _hashed
+from sparse_collectives.allreduce._parts import _hashed
 
 IMAGES = Path(__file__).resolve().parents[1] / "images"
 WORKERS, SIZE, DENSITY = 4, 16, 0.25
@@ -72,7 +72,7 @@ def run(allreduce: sc.SparseAllreduce, owner_of: Any) -> Step:
         shown = allreduce.local_view(acc, state, axis="workers")
         coo, _, _ = selector.select(shown, selector.init(shown.size))
         coo = allreduce.to_global(coo, SIZE, state, axis="workers")
-        options = {"acc": acc} if allreduce.complete else {}
+        options = {"acc": acc} if allreduce.full_sums else {}
         total, undelivered, state, info = allreduce.reduce(coo, state, axis="workers", **options)
         assert isinstance(total, sc.PaddedCOO)
         selected = jnp.zeros(SIZE, bool).at[coo.indices].set(True, mode="drop")

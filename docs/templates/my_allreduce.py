@@ -85,21 +85,17 @@ def my_allreduce(*, density: float) -> sc.SparseAllreduce:
         arrived = chosen.at[coo.indices].get(mode="fill", fill_value=False)
         kept = jnp.where(arrived, coo.values - values, coo.values)
         kept = jnp.where(arrived & ~jnp.isfinite(coo.values), 0, kept)
-        undelivered = sc.Undelivered(kept, extend.empty(size, 0, coo.values.dtype))
+        undelivered = sc.Undelivered.of(coo, kept)
 
         # 5. The info of the step. `words` counts received words with padding, `useful` counts sent
         # words without it.
         words = extend.words_of_all_gather(message.size, workers)
         entries = jnp.sum(coo.indices < size, dtype=jnp.int32)
-        info = sc.ReduceInfo(
-            delivered=total.count(),
-            overflow=jnp.zeros_like(entries),
-            threshold=jax.lax.bitcast_convert_type(pattern, jnp.float32),
-            words=jnp.float32(words),
-            useful=jnp.float32(words) * entries.astype(jnp.float32) / coo.capacity,
-        )
+        useful = jnp.float32(words) * entries.astype(jnp.float32) / coo.capacity
+        threshold = jax.lax.bitcast_convert_type(pattern, jnp.float32)
+        info = sc.ReduceInfo.of(total, words, useful=useful, threshold=threshold)
         return total, undelivered, MyAllreduceState(state.count + 1), info
 
     # A worker keeps no entries that others sent, so its ``others`` are empty.
     spec = sc.Spec.of("my_allreduce", density=density)
-    return sc.SparseAllreduce(init, reduce, spec=spec, keeps_others=False)
+    return sc.SparseAllreduce(init, reduce, spec=spec, may_keep_partial_sums=False)

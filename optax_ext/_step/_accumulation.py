@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_collectives import AxisName, Spec, _compat, _hash, _validation, transport
-from sparse_collectives._coo import all_below
+from sparse_collectives._sparse_ops import all_below
 
 DTYPES = ("float32", "bfloat16")
 
@@ -287,8 +287,8 @@ def _raise(finite: Any, step: Any) -> None:
         return
     raise FloatingPointError(
         f"step {int(step)}: the gradient of some worker, or its sum with the residual, is not "
-        "finite (or the gradient is 1e31 or more, if the allreduce keeps_others, or 9e18 or more "
-        "in sparse_adamw and sparse_sgd). "
+        "finite (or the gradient is 1e31 or more, if the allreduce may_keep_partial_sums, or 9e18 "
+        "or more in sparse_adamw and sparse_sgd). "
         "jax.debug_nans finds its origin; nonfinite='skip' skips such steps, and nonfinite='drop' "
         "drops such entries."
     )

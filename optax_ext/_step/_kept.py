@@ -27,16 +27,16 @@ class Kept(NamedTuple):
 def joined(kept: Kept) -> Kept:
     """``kept`` with remainder and rounding in one PaddedCOO, if both have the same indices.
 
-    This saves a scatter for exchanges with full sums (``complete``).
+    This saves a scatter for exchanges with full sums (``SparseAllreduce.full_sums``).
     """
-    instead, rounding = kept.undelivered.remainder, kept.rounding
+    instead, rounding = kept.undelivered.rest_at_total, kept.rounding
     if instead is None or not isinstance(rounding, PaddedCOO):
         return kept
     if instead.indices is not rounding.indices:
         return kept
     values = instead.values + rounding.values.astype(instead.values.dtype)
     both = PaddedCOO(values, instead.indices, instead.size)
-    return kept._replace(undelivered=kept.undelivered._replace(remainder=both), rounding=())
+    return kept._replace(undelivered=kept.undelivered._replace(rest_at_total=both), rounding=())
 
 
 def with_rounding(residual: jax.Array, rounding: Any) -> jax.Array:
@@ -49,7 +49,7 @@ def with_rounding(residual: jax.Array, rounding: Any) -> jax.Array:
 def delivered_of(kept: Kept, residual: jax.Array) -> jax.Array:
     """Whether each sent entry was delivered, at least in part: its kept value has changed."""
     sent, left = kept.sent, kept.undelivered.slots
-    if kept.undelivered.others.capacity or kept.undelivered.remainder is not None:
+    if kept.undelivered.others.capacity or kept.undelivered.rest_at_total is not None:
         # The kept value of an entry may be in several parts.
         left = residual.at[0, sent.indices].get(mode="fill", fill_value=0)
     return (left != sent.values) & (sent.indices < sent.size)
@@ -72,11 +72,11 @@ def later(kept: Kept, before: jax.Array, replaced: Any, acc: jax.Array) -> Kept:
     undelivered, now = kept.undelivered, at(acc, kept.sent)
     # An undelivered entry keeps its present value, to the bit.
     slots = jnp.where(undelivered.slots == before, now, undelivered.slots + (now - before))
-    remainder = undelivered.remainder
+    remainder = undelivered.rest_at_total
     if remainder is not None:
         since = at(acc, remainder) - replaced
         remainder = PaddedCOO(remainder.values + since, remainder.indices, remainder.size)
     return kept._replace(
         sent=PaddedCOO(now, kept.sent.indices, kept.sent.size),
-        undelivered=undelivered._replace(slots=slots, remainder=remainder),
+        undelivered=undelivered._replace(slots=slots, rest_at_total=remainder),
     )

@@ -35,7 +35,7 @@ class Arrived(NamedTuple):
       kept: the :class:`._kept.Kept` of this worker.
       before: ``f32[c]``, the value of this worker in each slot that it sent.
       replaced: ``f32[K]``, its values at the indices of the total, if the allreduce has full sums
-        (``complete``); ``()`` otherwise.
+        (``SparseAllreduce.full_sums``); ``()`` otherwise.
     """
 
     mean: Any

@@ -41,7 +41,7 @@ class SparseExchange:
     @property
     def keeps_others(self) -> bool:
         """As in the allreduce."""
-        return self.allreduce.keeps_others
+        return self.allreduce.may_keep_partial_sums
 
     @property
     def shard_axis(self) -> AxisName:
@@ -138,7 +138,7 @@ class SparseExchange:
     def _arriving(self, step: Accumulated) -> _phases.Arrived:
         """The exchange of the residuals, for a later step."""
         mean, changed, kept = self._typed(step, *self._at_exchange(step))
-        kept, remainder = _kept.joined(kept), kept.undelivered.remainder
+        kept, remainder = _kept.joined(kept), kept.undelivered.rest_at_total
         return _phases.Arrived(
             mean=mean,
             changed=changed,
@@ -160,7 +160,7 @@ class SparseExchange:
             # A skipped step runs the exchange with nothing to send. That cost is rare; a branch
             # around the exchange would copy the residual at every step.
             coo = _only_if(step.proceeds, coo)
-        held = {"acc": acc} if allreduce.complete else {}
+        held = {"acc": acc} if allreduce.full_sums else {}
         total, undelivered, allreduce_state, reduction = allreduce.reduce(
             coo, allreduce_state, axis=axis, **held
         )
@@ -237,7 +237,7 @@ class SparseExchange:
             undelivered=Undelivered(
                 jnp.zeros_like(undelivered.slots),
                 none(undelivered.others),
-                None if undelivered.remainder is None else none(undelivered.remainder),
+                None if undelivered.rest_at_total is None else none(undelivered.rest_at_total),
             ),
             rounding=rounding,
         )
@@ -260,7 +260,7 @@ class SparseExchange:
         velocity = step.pending.velocity
         if self.correction is not None:
             velocity = self.correction.mask(velocity, kept.sent.indices, arrived)
-            whole = kept.undelivered.remainder
+            whole = kept.undelivered.rest_at_total
             if whole is not None:
                 # Full sums also took this worker's part of entries that others selected.
                 everywhere = jnp.ones(whole.indices.shape, jnp.bool_)

@@ -7,15 +7,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import _validation, transport
-from sparse_collectives._coo import _compaction
-from sparse_collectives._coo._running import running_sum
+from sparse_collectives import _hash, _validation, transport
 from sparse_collectives._data import PaddedCOO
 from sparse_collectives._platform import once
+from sparse_collectives._sparse_ops import _bits, _compaction
 from sparse_collectives._spec import Spec
-from sparse_collectives._types import AxisName, SparseAllreduce
-from sparse_collectives.allreduce._shared import _messages, _partitions, _reduce, _replicas, _sums
-from sparse_collectives.allreduce._shared._reduce import StepState
+from sparse_collectives._types import AxisName, ReduceInfo, SparseAllreduce
+from sparse_collectives.allreduce._parts import _frame, _messages, _partitions, _sums
 from sparse_collectives.transport import _dispatch
 
 EXACT = 32
@@ -24,7 +22,7 @@ NARROW = (8, 10, 16)
 ENOUGH = 15
 
 
-def agreed(*, density: float | None = None, bits: int | None = 32) -> SparseAllreduce:
+def agreed(density: float | None = None, *, bits: int | None = 32) -> SparseAllreduce:
     r"""Full sums at indices of which each worker chooses a share.
 
     The indices are divided into P partitions. At step t worker i selects only in partition
@@ -63,7 +61,7 @@ def agreed(*, density: float | None = None, bits: int | None = 32) -> SparseAllr
         at least 15: 8 for up to 8 workers, 10 for up to 34.
 
     Returns:
-      A :class:`SparseAllreduce` that is ``complete``, and that shows a worker its own partition.
+      A :class:`SparseAllreduce` with ``full_sums`` that shows a worker its own partition.
       Its total is a PaddedCOO of K slots. Selected entries of other partitions wait, and count
       as ``overflow``. ``undelivered`` is exact in float32.
 
@@ -98,58 +96,49 @@ def agreed(*, density: float | None = None, bits: int | None = 32) -> SparseAllr
             f"got {bits!r}."
         )
 
-    def my_partition(state: StepState, axis: AxisName) -> jax.Array:
-        workers = transport.axis_size(axis)
-        return (transport.axis_index(axis) + state.count) % workers
+    def my_partition(count: jax.Array, axis: AxisName) -> jax.Array:
+        return (transport.axis_index(axis) + count) % transport.axis_size(axis)
 
-    def local_view(acc: jax.Array, state: StepState, *, axis: AxisName) -> jax.Array:
+    def local_view(acc: jax.Array, state: _frame.StepState, *, axis: AxisName) -> jax.Array:
         partitions = _partitions.make_partitions(acc.shape[0], transport.axis_size(axis))
-        return partitions.take(acc, my_partition(state, axis))
+        return partitions.take(acc, my_partition(state.count, axis))
 
-    def to_global(coo: PaddedCOO, size: int, state: StepState, *, axis: AxisName) -> PaddedCOO:
+    def to_global(
+        coo: PaddedCOO, size: int, state: _frame.StepState, *, axis: AxisName
+    ) -> PaddedCOO:
         partitions = _partitions.make_partitions(size, transport.axis_size(axis))
-        indices = partitions.place(coo.indices, my_partition(state, axis))
+        indices = partitions.place(coo.indices, my_partition(state.count, axis))
         return PaddedCOO(coo.values, indices, size)
 
-    def reduce(
-        coo: PaddedCOO,
-        state: StepState,
-        *,
-        axis: AxisName,
-        acc: jax.Array | None = None,
-    ):
-        _validation.check_float("coo.values", coo.values.dtype)
+    @_frame.counted(adds=False)
+    def reduce(coo: PaddedCOO, count: jax.Array, *, axis: AxisName, acc: jax.Array | None = None):
         workers = transport.axis_size(axis)
-        new_state = StepState(state.count + 1)
-        if workers == 1:
-            total, undelivered, info = _replicas.of_one_worker(coo, axis)
-            return total, undelivered, new_state, info
         plan = make_plan(coo.size, coo.capacity, workers, density, bits)
-        mine = _in_my_partition(coo, plan, my_partition(state, axis), _reduce.turn(state.count, 0))
+        mine = _in_my_partition(coo, plan, my_partition(count, axis), _hash.turn(count, 0))
         with jax.named_scope("agreed/indices"):
-            message = _encoded(mine, plan, _reduce.turn(state.count, 1))
+            message = _encoded(mine, plan, _hash.turn(count, 1))
             gathered = transport.all_gather(message, axis)
-        partition = (jnp.arange(workers, dtype=jnp.int32) + state.count) % workers
+        partition = (jnp.arange(workers, dtype=jnp.int32) + count) % workers
         indices, step = _decoded(gathered, partition, plan)
         with jax.named_scope("agreed/values"):
-            result = _sums.sum_at(indices, acc, coo, axis, step, plan.bits)
+            total, undelivered = _sums.sum_at(indices, acc, coo, axis, step, plan.bits)
         sent = mine.count()
         gather = _dispatch.words_of_all_gather(plan.message_words, workers)
         values = _sums.sum_words(indices.shape[0], workers, plan.bits)
         useful = _messages.useful_words(gather, sent, plan.slots) + jnp.float32(values)
-        info = _messages.info(
-            result.total, gather + values, useful=useful, overflow=coo.count() - sent
-        )
-        return result.total, result.undelivered, new_state, info
+        overflow = coo.count() - sent
+        info = ReduceInfo.of(total, gather + values, useful=useful, overflow=overflow)
+        return total, undelivered, info
 
+    spec = Spec.of("agreed", density=density, bits=bits)
     return SparseAllreduce(
-        _reduce.init,
+        _frame.init,
         reduce,
-        spec=Spec.of("agreed", density=density, bits=bits),
-        complete=True,
+        spec,
+        full_sums=True,
         local_view=local_view,
         to_global=to_global,
-        keeps_others=False,
+        may_keep_partial_sums=False,
     )
 
 
@@ -192,7 +181,6 @@ def make_plan(
 
 
 def _fewest(workers: int) -> int:
-    """The fewest bits that are enough for P workers."""
     enough = (bits for bits in NARROW if _sums.half(bits, workers) >= ENOUGH)
     return next(enough, NARROW[-1])
 
@@ -205,7 +193,7 @@ def _in_my_partition(
 
     def moved(values: jax.Array, local: jax.Array) -> tuple[jax.Array, jax.Array]:
         inside = local < width
-        slot = jnp.where(inside, running_sum(inside) - 1, coo.capacity)
+        slot = jnp.where(inside, _bits.running_sum(inside) - 1, coo.capacity)
         return (
             jnp.zeros_like(values).at[slot].set(values, mode="drop"),
             jnp.full_like(local, width).at[slot].set(local, mode="drop"),
@@ -222,7 +210,7 @@ def _encoded(mine: PaddedCOO, plan: Plan, turn: jax.Array) -> jax.Array:
     if plan.bits == EXACT:
         return mine.indices
     workers = plan.partitions.workers
-    sent = _sums.within_range(mine.values, workers)
+    sent = _frame.within_range(mine.values, workers)
     step = _sums.steps(sent, _sums.half(plan.bits, workers), turn)
     indices = _partitions.encode(mine.indices, plan.partitions.width)
     return jnp.concatenate([lax.bitcast_convert_type(step, jnp.int32), indices])

@@ -29,11 +29,10 @@ def hierarchical(*, inner_axis: AxisName, outer: SparseAllreduce) -> SparseAllre
        ``outer``: w independent exchanges among m workers each;
     4. the totals are allgathered inside the node.
 
-    Cost: inside the node ``2 n (w-1)/w`` words received, and ``3 (w-1)`` more for the info.
-    Between nodes the words of ``outer`` for m workers and a shard: with :func:`topk_a`
-    ``2 rho n (m-1)/w``, compared with ``2 rho n (m w - 1)`` of the flat algorithm.
-    ``sparse_collectives.traffic`` shows the two parts by scope: ``hierarchical/inner`` and
-    ``hierarchical/outer``.
+    Cost: inside the node ``2 n (w-1)/w`` words received, and ``3 (w-1)`` more for the info. Between
+    nodes the words of ``outer`` for m workers and a shard: with :func:`topk_a` ``2 rho n (m-1)/w``,
+    compared with ``2 rho n (m w - 1)`` of the flat algorithm. ``sparse_collectives.traffic`` shows
+    the two parts by scope: ``hierarchical/inner`` and ``hierarchical/outer``.
 
     Deviations: the last step of the paper is also an allgather of dense shards, but its cost
     model (10) counts only rho n m / w nonzeros of each. Here it is dense, which takes fewer
@@ -48,15 +47,14 @@ def hierarchical(*, inner_axis: AxisName, outer: SparseAllreduce) -> SparseAllre
       outer: any allreduce over the remaining axes.
 
     Returns:
-      A :class:`SparseAllreduce` whose ``shard_axis`` is ``inner_axis``. Its vectors are
-      scattered before the selection, ``scatter(f[n]) -> f[ceil(n / w)]`` (the last
-      shard ends in zeros if w does not divide n), and the total is gathered at the
-      end, ``gather(f[ceil(n / w)], n) -> f[n]``. The ``axis`` of ``reduce`` names all
-      workers, ``inner_axis`` among them; the sum is over the other axes, and ``total`` is
-      the same on all nodes. ``info`` is the same on all workers, except for ``overflow``
-      and ``useful``. It has the entries of all shards, the smallest threshold, and as words
-      the mean of ``outer`` over the shards, plus the words inside the node, with ``scatter``
-      and ``gather``.
+      A :class:`SparseAllreduce` whose ``shard_axis`` is ``inner_axis``. Its vectors are scattered
+      before the selection, ``scatter(f[n]) -> f[ceil(n / w)]`` (the last shard ends in zeros if w
+      does not divide n), and the total is gathered at the end,
+      ``gather(f[ceil(n / w)], n) -> f[n]``. The ``axis`` of ``reduce`` names all workers,
+      ``inner_axis`` among them; the sum is over the other axes, and ``total`` is the same on all
+      nodes. ``info`` is the same on all workers, except for ``overflow`` and ``useful``. It has the
+      entries of all shards, the smallest threshold, and as words the mean of ``outer`` over the
+      shards, plus the words inside the node, with ``scatter`` and ``gather``.
 
     Raises:
       TypeError: ``outer`` is not a :class:`SparseAllreduce`.
@@ -149,10 +147,10 @@ def hierarchical(*, inner_axis: AxisName, outer: SparseAllreduce) -> SparseAllre
         shard_axis=_compat.axis_names(inner_axis),
         scatter=scatter,
         gather=gather,
-        complete=outer.complete,
+        full_sums=outer.full_sums,
         local_view=local_view,
         to_global=to_global,
-        keeps_others=outer.keeps_others,
+        may_keep_partial_sums=outer.may_keep_partial_sums,
     )
 
 

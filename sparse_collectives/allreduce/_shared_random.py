@@ -8,9 +8,8 @@ import jax.numpy as jnp
 from sparse_collectives import _hash, _validation, transport
 from sparse_collectives._data import PaddedCOO
 from sparse_collectives._spec import Spec
-from sparse_collectives._types import AxisName, SparseAllreduce, State
-from sparse_collectives.allreduce._shared import _messages, _reduce, _sums
-from sparse_collectives.allreduce._shared._reduce import StepState
+from sparse_collectives._types import AxisName, ReduceInfo, SparseAllreduce
+from sparse_collectives.allreduce._parts import _frame, _sums
 
 
 def shared_random(density: float, *, seed: int = 0) -> SparseAllreduce:
@@ -40,7 +39,7 @@ def shared_random(density: float, *, seed: int = 0) -> SparseAllreduce:
       seed: the seed of the permutations, in [0, 2**31), the same on all workers.
 
     Returns:
-      A :class:`SparseAllreduce` that is ``complete``. Its total is a PaddedCOO of k slots.
+      A :class:`SparseAllreduce` with ``full_sums``. Its total is a PaddedCOO of k slots.
 
     Raises:
       ValueError: an argument out of its range; at ``reduce``, an axis that is not bound.
@@ -64,7 +63,7 @@ def shared_random(density: float, *, seed: int = 0) -> SparseAllreduce:
     if seed >= 2**31:
         raise ValueError(f"seed must be below 2**31, got {seed}.")
 
-    def drawn(state: StepState, size: int) -> jax.Array:
+    def drawn(state: _frame.StepState, size: int) -> jax.Array:
         k = _validation.count_from_density(density, size)
         turns = math.ceil(size / k)
         key = jax.random.fold_in(jax.random.key(seed), state.count // turns)
@@ -74,31 +73,36 @@ def shared_random(density: float, *, seed: int = 0) -> SparseAllreduce:
         indices = _hash.permuted(key, jnp.where(inside, start + turn, 0), size)
         return jnp.where(inside, indices, size)
 
-    def local_view(acc: jax.Array, state: StepState, *, axis: AxisName) -> jax.Array:
+    def local_view(acc: jax.Array, state: _frame.StepState, *, axis: AxisName) -> jax.Array:
         del axis
         return acc.at[drawn(state, acc.shape[0])].get(mode="fill", fill_value=0)
 
-    def to_global(coo: PaddedCOO, size: int, state: StepState, *, axis: AxisName) -> PaddedCOO:
+    def to_global(
+        coo: PaddedCOO, size: int, state: _frame.StepState, *, axis: AxisName
+    ) -> PaddedCOO:
         del axis
         indices = drawn(state, size).at[coo.indices].get(mode="fill", fill_value=size)
         return PaddedCOO(coo.values, indices, size)
 
-    def reduce(coo: PaddedCOO, state: State, *, axis: AxisName, acc: jax.Array | None = None):
+    def reduce(
+        coo: PaddedCOO, state: _frame.StepState, *, axis: AxisName, acc: jax.Array | None = None
+    ):
         _validation.check_float("coo.values", coo.values.dtype)
         workers = transport.axis_size(axis)
         with jax.named_scope("shared_random"):
             # The indices do not depend on the selection, which is empty if a step is skipped.
-            result = _sums.sum_at(drawn(state, coo.size), acc, coo, axis, gives=coo.count() > 0)
-        words = _sums.sum_words(result.total.capacity, workers, 32)
-        info = _messages.info(result.total, words)
-        return result.total, result.undelivered, StepState(state.count + 1), info
+            indices = drawn(state, coo.size)
+            total, undelivered = _sums.sum_at(indices, acc, coo, axis, gives=coo.count() > 0)
+        info = ReduceInfo.of(total, _sums.sum_words(total.capacity, workers, 32))
+        return total, undelivered, _frame.StepState(state.count + 1), info
 
+    spec = Spec.of("shared_random", density=density, seed=seed)
     return SparseAllreduce(
-        _reduce.init,
+        _frame.init,
         reduce,
-        spec=Spec.of("shared_random", density=density, seed=seed),
-        complete=True,
+        spec,
+        full_sums=True,
         local_view=local_view,
         to_global=to_global,
-        keeps_others=False,
+        may_keep_partial_sums=False,
     )

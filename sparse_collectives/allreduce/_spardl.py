@@ -3,21 +3,19 @@
 import jax
 import jax.numpy as jnp
 
-from sparse_collectives import _data, _validation, transport, wire
-from sparse_collectives._coo import _kth_magnitude
+from sparse_collectives import _data, _hash, _validation, transport, wire
 from sparse_collectives._data import PaddedCOO
+from sparse_collectives._sparse_ops import _kth_magnitude
 from sparse_collectives._spec import Spec
-from sparse_collectives._types import AxisName, Codec, SparseAllreduce
-from sparse_collectives.allreduce._shared import (
+from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
+from sparse_collectives.allreduce._parts import (
     _equal_regions,
-    _halving,
+    _frame,
     _hashed,
     _merge,
     _messages,
-    _reduce,
     _slots,
 )
-from sparse_collectives.allreduce._shared._reduce import StepState
 from sparse_collectives.transport import _dispatch
 
 
@@ -60,10 +58,9 @@ def spardl(density: float, *, codec: Codec | None = None) -> SparseAllreduce:
 
     Returns:
       A :class:`SparseAllreduce` with a :class:`StepState`; its total is a PaddedCOO of
-      ``P ceil(k/P)`` slots, indices in no order. ``info.threshold`` is the smallest
-      magnitude in it. ``info.overflow`` counts entries that found no slot in their block
-      before the first message (a block has room for four standard deviations), and entries
-      that the codec left out.
+      ``P ceil(k/P)`` slots, indices in no order. ``info.threshold`` is the smallest magnitude in
+      it. ``info.overflow`` counts entries that found no slot in their block before the first
+      message (a block has room for four standard deviations), and entries that the codec left out.
 
     Raises:
       ValueError: a density outside (0, 1]; at ``reduce``, an axis that is not bound.
@@ -75,13 +72,15 @@ def spardl(density: float, *, codec: Codec | None = None) -> SparseAllreduce:
     density = _validation.check_density(density)
     chosen_codec = wire.raw() if codec is None else codec
 
-    @_reduce.sums_in_range(exact=chosen_codec.exact)
-    def reduce(coo: PaddedCOO, state: StepState, *, axis: AxisName, indices_alone: bool = False):
+    @_frame.sums_in_range(exact=chosen_codec.exact)
+    def reduce(
+        coo: PaddedCOO, state: _frame.StepState, *, axis: AxisName, indices_alone: bool = False
+    ):
         workers = transport.axis_size(axis)
         me = transport.axis_index(axis)
         dtype = coo.values.dtype
         k = _validation.count_from_density(density, coo.size)
-        plan = _halving.make_plan(coo.size, k, workers, coo.capacity)
+        plan = _slots.make_halving(coo.size, k, workers, coo.capacity)
         # A single worker sends nothing, so nothing has to be encoded.
         codec = chosen_codec if workers > 1 else wire.raw()
         words, useful = 0.0, jnp.zeros((), jnp.float32)
@@ -102,7 +101,7 @@ def spardl(density: float, *, codec: Codec | None = None) -> SparseAllreduce:
             owner = owners(rows, first)
             largest, cut_off = jax.vmap(lambda row: _kth_magnitude.keep_largest(row, slots))(rows)
             kept.extend((others, owner) for others in cut_off)
-            encoded = codec.encode(largest, _reduce.seed(state.count, stage, me))
+            encoded = codec.encode(largest, _hash.seed(state.count, stage, me))
             if not codec.exact:
                 kept.append((_messages.kept_by_sender(largest, encoded), owner))
             entries = jnp.sum(encoded.sent, dtype=jnp.int32)
@@ -110,7 +109,7 @@ def spardl(density: float, *, codec: Codec | None = None) -> SparseAllreduce:
             return encoded.message, filled, jnp.sum(largest.count(), dtype=jnp.int32) - entries
 
         # The blocks, beginning with this worker's own.
-        turn = _reduce.turn(state.count, 0)
+        turn = _hash.turn(state.count, 0)
         blocks = _hashed.split(coo, workers, plan.first, state.count, turn)
         order = (me + jnp.arange(workers, dtype=jnp.int32)) % workers
         held = jax.tree.map(lambda rows: rows[order], blocks.coo)
@@ -139,7 +138,7 @@ def spardl(density: float, *, codec: Codec | None = None) -> SparseAllreduce:
         words += _dispatch.words_of_all_gather(message.size, workers)
         total = at_indices([(everyone, owners(everyone, 0))])
 
-        info = _messages.info(
+        info = ReduceInfo.of(
             total,
             words,
             useful=useful + (workers - 1) * filled,
@@ -149,17 +148,17 @@ def spardl(density: float, *, codec: Codec | None = None) -> SparseAllreduce:
         lost = [at_indices(kept)] if kept else []
         later = [(entries, entries.values) for entries in lost]
         undelivered = _messages.by_total(coo, blocks.sent, None, later, total)
-        return total, undelivered, StepState(state.count + 1), info
+        return total, undelivered, _frame.StepState(state.count + 1), info
 
-    def choose(coo: PaddedCOO, state: StepState, *, axis: AxisName):
+    def choose(coo: PaddedCOO, state: _frame.StepState, *, axis: AxisName):
         total, _, state, info = reduce(coo, state, axis=axis, indices_alone=True)
         return total.indices, state, info
 
     spec = Spec.of("spardl", density=density, codec=chosen_codec)
-    return SparseAllreduce(_reduce.init, reduce, spec=spec, choose=choose)
+    return SparseAllreduce(_frame.init, reduce, spec=spec, choose=choose)
 
 
-def _add(held: PaddedCOO, received: PaddedCOO, step: _halving.Round) -> PaddedCOO:
+def _add(held: PaddedCOO, received: PaddedCOO, step: _slots.Round) -> PaddedCOO:
     """Adds the received entries of the first blocks to the entries that are held.
 
     Args:

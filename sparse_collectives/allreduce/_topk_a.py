@@ -4,12 +4,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import transport, wire
+from sparse_collectives import _hash, transport, wire
 from sparse_collectives._data import PaddedCOO, sum_dtype
 from sparse_collectives._spec import Spec
-from sparse_collectives._types import AxisName, Codec, SparseAllreduce
-from sparse_collectives.allreduce._shared import _messages, _reduce, _replicas
-from sparse_collectives.allreduce._shared._reduce import StepState
+from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce, Undelivered
+from sparse_collectives.allreduce._parts import _frame, _messages
 from sparse_collectives.transport import _dispatch
 
 
@@ -22,16 +21,14 @@ def topk_a(*, codec: Codec | None = None) -> SparseAllreduce:
     selected is delivered. It suits two workers, and up to four if messages cost more than
     bytes; its volume grows with P.
 
-    Values and indices are packed in one integer array, so that a step is one
-    collective.
+    Values and indices are packed in one integer array, so that a step is one collective.
 
     Cost, for selections of c slots: ``2 c (P-1)`` words received (an exact codec),
     ``log2 P`` latencies. Compute: P c random additions into n zeros.
 
-    The total is dense. A PaddedCOO of the union would need two more random
-    accesses for each of the P c pairs, to number the union and to write it into n
-    zeros in the end. The additions here write the n values at once, which any caller
-    needs to apply the update.
+    The total is dense. A PaddedCOO of the union would need two more random accesses for each of the
+    P c pairs, to number the union and to write it into n zeros in the end. The additions here write
+    the n values at once, which any caller needs to apply the update.
 
     Args:
       codec: encoding of the messages, exact by default. With a lossy one the total
@@ -51,30 +48,23 @@ def topk_a(*, codec: Codec | None = None) -> SparseAllreduce:
     """
     codec = wire.raw() if codec is None else codec
 
-    @_reduce.sums_in_range(exact=codec.exact, float64=True)
-    def reduce(coo: PaddedCOO, state: StepState, *, axis: AxisName):
-        workers = transport.axis_size(axis)
-        new_state = StepState(state.count + 1)
-        if workers == 1:
-            alone, undelivered, _ = _replicas.of_one_worker(coo, axis)
-            total = alone.to_dense()
-            return total, undelivered, new_state, _messages.info(total, 0.0)
-        seed = _reduce.seed(state.count, 0, transport.axis_index(axis))
-        encoded = codec.encode(coo, seed)
+    @_frame.counted(exact=codec.exact, float64=True, dense=True)
+    def reduce(coo: PaddedCOO, count: jax.Array, *, axis: AxisName):
+        encoded = codec.encode(coo, _hash.seed(count, 0, transport.axis_index(axis)))
         with jax.named_scope("topk_a/allgather"):
             gathered = transport.all_gather(encoded.message, axis)
         everyone = codec.decode(gathered, coo.size, coo.values.dtype)
         total = _sum_rows(everyone)
-        undelivered = _messages.of_slots(coo, _messages.kept_by_sender(coo, encoded).values)
-        words = _dispatch.words_of_all_gather(encoded.message.size, workers)
+        undelivered = Undelivered.of(coo, _messages.kept_by_sender(coo, encoded).values)
+        words = _dispatch.words_of_all_gather(encoded.message.size, transport.axis_size(axis))
         entries = jnp.sum(encoded.sent, dtype=jnp.int32)
         useful = _messages.useful_words(words, entries, coo.capacity)
         overflow = _messages.unsent_count(coo, encoded)
-        info = _messages.info(total, words, useful=useful, overflow=overflow)
-        return total, undelivered, new_state, info
+        info = ReduceInfo.of(total, words, useful=useful, overflow=overflow)
+        return total, undelivered, info
 
     return SparseAllreduce(
-        _reduce.init, reduce, spec=Spec.of("topk_a", codec=codec), keeps_others=False
+        _frame.init, reduce, spec=Spec.of("topk_a", codec=codec), may_keep_partial_sums=False
     )
 
 

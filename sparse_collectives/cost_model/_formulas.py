@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable
 
 from sparse_collectives.allreduce import _agreed
-from sparse_collectives.allreduce._shared import _halving, _slots, _sums
-from sparse_collectives.allreduce.ok_topk import _plan
+from sparse_collectives.allreduce._ok_topk import _plan
+from sparse_collectives.allreduce._parts import _slots, _sums
 from sparse_collectives.cost_model._codecs import MessageSizes, codec_sizes
 from sparse_collectives.cost_model._costs import Cost, Estimate, Workload, certain, log2_rounds
 from sparse_collectives.cost_model._fill_in import expected_union
@@ -23,8 +23,6 @@ Formula = Callable[[Workload, MessageSizes], Estimate]
 
 # Slots of a message as a multiple of its fair share: the algorithms' default.
 SLACK = 1.25
-# Sparse forms of the dynamic SparCML: its default.
-SPARSE_FORMS = 3
 # Words by which all workers of a mesh agree: how Ok-Topk balances, and whether it has to.
 _BALANCE_FLAGS, _WINDOW_FLAGS = 3, 1
 # Bytes of one bucket of the dense allreduce in buckets.
@@ -144,7 +142,6 @@ def dsar_split_allgather(w: Workload, codec: MessageSizes) -> Estimate:
     forms = _slots.sparse_forms(
         everything,
         w.selected // w.workers,
-        SPARSE_FORMS,
         lambda slots: codec.pairs(slots, regions.width) <= dense_words,
     )
     fixed = split + _all_gather(1, w.workers)
@@ -190,7 +187,7 @@ def gtopk(w: Workload, codec: MessageSizes) -> Estimate:
 
 def spardl(w: Workload, codec: MessageSizes) -> Estimate:
     """Log P messages with P - 1 blocks in all, then an allgather of a block of each worker."""
-    plan = _halving.make_plan(w.size, w.selected, w.workers, w.selected)
+    plan = _slots.make_halving(w.size, w.selected, w.workers, w.selected)
     reduced = Cost()
     for step in plan.rounds:
         words = step.blocks * codec.pairs(step.slots, plan.width)
@@ -211,13 +208,6 @@ def agreed(bits: int | None) -> Formula:
         return certain(indices + _even(2 * log2_rounds(w.workers), words, slots))
 
     return formula
-
-
-def leader(w: Workload, codec: MessageSizes) -> Estimate:
-    """One worker's indices and the values of all workers, each a psum of k words."""
-    del codec
-    each = _psum(w.selected, w.workers)
-    return certain(each + each + _even(0, 0, w.selected))
 
 
 def shared_random(w: Workload, codec: MessageSizes) -> Estimate:
@@ -256,7 +246,7 @@ def ok_topk(w: Workload, codec: MessageSizes) -> Estimate:
     plan = _plan.make_plan(w.size, w.selected, w.workers, windows=True)
     step = _plan.exchanges(plan, codec.pairs)
     fixed, rounds = Cost(), Cost()
-    for exchange in (step.split[-1], step.gather[-1]):
+    for exchange in (step.split, step.gather):
         fixed += _cost_of(exchange, w.workers)
     for exchange in (*step.threshold, step.counts):
         rounds += _cost_of(exchange, w.workers)

@@ -166,7 +166,6 @@ _ROWS = (
     _AGREED._replace(
         name="agreed(few)", arguments=_few_bits, formula=flat.agreed(bits=None), lossy=True
     ),
-    Algorithm("leader", published.leader, _nothing, flat.leader, complete=True),
     Algorithm(
         "shared_random", allreduce.shared_random, _density, flat.shared_random, complete=True
     ),

@@ -5,9 +5,9 @@ helper documents it.
 """
 
 from sparse_collectives._compat import to_varying
-from sparse_collectives._coo._bits import magnitude_bits
-from sparse_collectives._coo._kth_magnitude import largest_mask
 from sparse_collectives._data import empty
+from sparse_collectives._sparse_ops._bits import magnitude_bits
+from sparse_collectives._sparse_ops._kth_magnitude import largest_mask
 from sparse_collectives._validation import check_density
 from sparse_collectives.transport._dispatch import (
     words_of_all_gather,

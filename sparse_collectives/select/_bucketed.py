@@ -9,21 +9,20 @@ import jax
 import jax.numpy as jnp
 
 from sparse_collectives import _validation
-from sparse_collectives._coo import _bits, _compaction
 from sparse_collectives._data import Layout, as_layout
+from sparse_collectives._sparse_ops import _bits, _compaction
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import SelectInfo, Selector
-from sparse_collectives.select._shared import _rows
+from sparse_collectives.select import _rows
 
 
 def bucketed(density: float, *, bucket: int = 512) -> Selector:
     """Selects the ``max(1, round(density * bucket))`` largest entries of each bucket.
 
-    Among entries tied at a bucket's k-th magnitude, those with the smallest
-    indices are taken. Zeros are never selected. NaN counts as larger than
-    infinity. The entries after the last whole bucket form a shorter bucket, from
-    which the same share is taken. If ``bucket`` exceeds n, there is one bucket of
-    n entries.
+    Among entries tied at a bucket's k-th magnitude, those with the smallest indices are taken.
+    Zeros are never selected. NaN counts as larger than infinity. The entries after the last whole
+    bucket form a shorter bucket, from which the same share is taken. If ``bucket`` exceeds n, there
+    is one bucket of n entries.
 
     Args:
       density: the share taken from each bucket, in (0, 1]. Below 1 / bucket, one
@@ -77,9 +76,9 @@ def bucketed(density: float, *, bucket: int = 512) -> Selector:
                 capacity += k * rows.shape[0]
         coo, count = _compaction.compact_indices(acc, jnp.concatenate(chosen), capacity=capacity)
         info = SelectInfo(
-            selected=count,
-            overflow=jnp.zeros_like(count),
-            threshold=_bits.magnitude_from_bits(jnp.min(jnp.concatenate(thresholds))),
+            count,
+            jnp.zeros_like(count),
+            _bits.magnitude_from_bits(jnp.min(jnp.concatenate(thresholds))),
         )
         return coo, state, info
 

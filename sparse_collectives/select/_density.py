@@ -63,8 +63,7 @@ def staged_density(
       A function of the step count, for :func:`scheduled`.
 
     Raises:
-      ValueError: there is no stage, a density is out of (0, 1], or ``steps_per_stage``
-        is below 1.
+      ValueError: there is no stage, a density is out of (0, 1], or ``steps_per_stage`` is below 1.
 
     Example:
       >>> schedule = staged_density(10)

@@ -7,36 +7,27 @@ import jax
 import jax.numpy as jnp
 
 from sparse_collectives import _hash, _validation, transport
-from sparse_collectives._coo import _bits, _bitset, _compaction
-from sparse_collectives._data import Layout, PaddedCOO, as_layout
+from sparse_collectives._sparse_ops import _bits, _bitset, _compaction
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, SelectInfo, Selector
+from sparse_collectives.select import _frame
 
 # From the golden ratio: multiples of it, modulo 2**32, are far from one another.
 _STRIDE = 0x9E3779B9 - 2**32
 
 
-def random_k(
-    density: float,
-    *,
-    seed: int = 0,
-    same_on_all_workers: bool = True,
-    axis: AxisName | None = None,
-) -> Selector:
+def random_k(density: float, *, seed: int = 0, axis: AxisName | None = None) -> Selector:
     """Draws ``k = max(1, round(density * n))`` distinct indices at each step.
 
-    Every index is equally likely, whatever its value, and the draws of different
-    steps are independent. An index whose entry is zero may be drawn but is not
-    sent: its slot is padding.
+    Every index is equally likely, whatever its value, and the draws of different steps are
+    independent. An index whose entry is zero may be drawn but is not sent: its slot is padding.
 
     Args:
       density: k / n, in (0, 1].
       seed: the seed of the random numbers, in [0, 2**31).
-      same_on_all_workers: whether all workers draw the same indices, so that the
-        union of the selections has k entries instead of up to P k.
-      axis: the mesh axis by which workers differ; required with
-        ``same_on_all_workers=False``, and only then. ``select`` must then run
-        inside a function that is mapped over it.
+      axis: the mesh axis whose workers draw different indices; ``select`` must then run inside a
+        function that is mapped over it. None: all workers draw the same indices, so that the union
+        of the selections has k entries instead of up to P k.
 
     Returns:
       A :class:`Selector` whose buffers have k slots and whose state is ``i32[]``. The
@@ -44,7 +35,7 @@ def random_k(
       same size start at different numbers. ``info.threshold`` is 0.
 
     Raises:
-      ValueError: an argument is out of its range, or ``axis`` is missing or not used.
+      ValueError: an argument is out of its range; at ``select``, an axis that is not bound.
 
     Cost: O(k log n): about six rounds of arithmetic for each draw and no pass over n
     entries, but two over n / 32 words to put the indices in order.
@@ -63,24 +54,10 @@ def random_k(
     seed = _validation.check_positive_int("seed", seed, minimum=0)
     if seed >= 2**31:
         raise ValueError(f"seed must be below 2**31, got {seed}.")
-    if not isinstance(same_on_all_workers, bool):
-        raise ValueError(f"same_on_all_workers must be True or False, got {same_on_all_workers!r}.")
-    if same_on_all_workers != (axis is None):
-        raise ValueError(
-            "axis names the mesh axis by which workers differ: give it with "
-            "same_on_all_workers=False, and only then; got "
-            f"same_on_all_workers={same_on_all_workers} and axis={axis!r}."
-        )
 
-    def init(size: int | Layout) -> jax.Array:
-        as_layout(size)
-        return jnp.zeros((), jnp.int32)
-
-    def select(acc: jax.Array, state: jax.Array):
-        acc = _validation.as_vector("acc", acc)
+    def choose(acc: jax.Array, k: int, turn: jax.Array):
         size = acc.shape[0]
-        k = _validation.count_from_density(density, size)
-        key = jax.random.fold_in(jax.random.key(seed), state)
+        key = jax.random.fold_in(jax.random.key(seed), turn)
         if axis is not None:
             transport.axis_size(axis)  # Raises if the axis is not bound.
             key = jax.random.fold_in(key, transport.axis_index(axis))
@@ -88,26 +65,12 @@ def random_k(
         nonzero = _bits.magnitude_bits(acc.at[drawn].get(mode="clip")) > 0
         members = jnp.where(nonzero, drawn, size)
         words = _bitset.insert(_bitset.empty(size), members, size)
-        indices, count = _compaction.set_positions(words, k, size)
-        values = acc.at[indices].get(mode="fill", fill_value=0)
-        info = SelectInfo(
-            selected=count,
-            overflow=jnp.zeros_like(count),
-            threshold=jnp.zeros_like(count, jnp.float32),
-        )
-        return PaddedCOO(values, indices, size), state + 1, info
+        coo, count = _compaction.entries_at(acc, words, k)
+        info = SelectInfo(count, jnp.zeros_like(count), jnp.zeros_like(count, jnp.float32))
+        return coo, info
 
-    def apart(state: jax.Array, number: jax.Array) -> jax.Array:
+    def fork(state: jax.Array, number: jax.Array) -> jax.Array:
         return state + number * jnp.int32(_STRIDE)
 
-    return Selector(
-        init,
-        select,
-        apart=apart,
-        spec=Spec.of(
-            "random_k",
-            density=density,
-            seed=seed,
-            same_on_all_workers=same_on_all_workers,
-        ),
-    )
+    spec = Spec.of("random_k", density=density, seed=seed, by_worker=axis is not None)
+    return _frame.counted(choose, density, spec)._replace(fork=fork)

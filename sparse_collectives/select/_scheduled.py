@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparse_collectives import _validation
-from sparse_collectives._coo import _bits, _compaction, _kth_magnitude
 from sparse_collectives._data import Layout, PaddedCOO
+from sparse_collectives._sparse_ops import _bits, _compaction, _kth_magnitude
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import SelectInfo, Selector, State
 from sparse_collectives.select._density import DensitySchedule
@@ -39,10 +39,9 @@ def scheduled(selector: Selector, schedule: float | DensitySchedule) -> Selector
 
     Args:
       selector: any selector.
-      schedule: a density in (0, 1], or a function of the number of selections made, such
-        as :func:`exponential_density` and :func:`staged_density`. A density that needs
-        more slots than there are is clipped, and ``clipped`` counts it;
-        :func:`strict_density` makes it an error.
+      schedule: a density in (0, 1], or a function of the number of selections made, such as
+        :func:`exponential_density` and :func:`staged_density`. A density that needs more slots than
+        there are is clipped, and ``clipped`` counts it; :func:`strict_density` makes it an error.
 
     Returns:
       A :class:`Selector`.
@@ -52,8 +51,7 @@ def scheduled(selector: Selector, schedule: float | DensitySchedule) -> Selector
       ValueError: a density that is known at trace time is out of (0, 1] or needs more
         slots than the selector has.
 
-    Cost: a bisection over the selected magnitudes, in addition to the cost of
-    ``selector``.
+    Cost: a bisection over the selected magnitudes, in addition to the cost of ``selector``.
 
     Example:
       >>> import jax.numpy as jnp, sparse_collectives as sc
@@ -88,11 +86,11 @@ def scheduled(selector: Selector, schedule: float | DensitySchedule) -> Selector
         info = SelectInfo(coo.count(), info.overflow, jnp.maximum(info.threshold, threshold))
         return coo, ScheduledState(state.count + 1, state.clipped + clipped, inner), info
 
-    def apart(state: ScheduledState, number: jax.Array) -> ScheduledState:
-        return state._replace(inner=selector.apart(state.inner, number))
+    def fork(state: ScheduledState, number: jax.Array) -> ScheduledState:
+        return state._replace(inner=selector.fork(state.inner, number))
 
     spec = Spec.of("scheduled", selector=selector, schedule=described)
-    return Selector(init, select, spec=spec, apart=apart)
+    return Selector(init, select, spec=spec, fork=fork)
 
 
 def _largest(

@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparse_collectives import _validation
-from sparse_collectives._data import Layout, as_layout
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import Selector
-from sparse_collectives.select._shared import _thresholds
+from sparse_collectives.select import _frame, _thresholds
 
 
 def threshold(*, magnitude: float, density: float) -> Selector:
@@ -26,10 +25,9 @@ def threshold(*, magnitude: float, density: float) -> Selector:
     The others are counted as overflow and stay with the caller.
 
     Args:
-      magnitude: the threshold, in [0, inf], in the units of the accumulator and
-        rounded to float32. A good value depends on the learning rate, the loss and
-        the layer, so it has to be found by trial; ``topk`` and ``threshold_reuse``
-        avoid that.
+      magnitude: the threshold, in [0, inf], in the units of the accumulator and rounded to float32.
+        A good value depends on the learning rate, the loss and the layer, so it has to be found by
+        trial; ``topk`` and ``threshold_reuse`` avoid that.
       density: the slots of the buffer as a share of n, in (0, 1]: an upper bound
         on k / n, not a target.
 
@@ -60,16 +58,8 @@ def threshold(*, magnitude: float, density: float) -> Selector:
         # Rounded here, because a platform may flush subnormals to 0.
         pattern = int(np.float32(magnitude).view(np.int32))
 
-    def init(size: int | Layout) -> jax.Array:
-        as_layout(size)
-        return jnp.zeros((), jnp.int32)
+    def choose(acc: jax.Array, k: int, turn: jax.Array):
+        return _thresholds.select_reaching(acc, jnp.int32(pattern), capacity=k, turn=turn)
 
-    def select(acc: jax.Array, state: jax.Array):
-        acc = _validation.as_vector("acc", acc)
-        capacity = _validation.count_from_density(density, acc.shape[0])
-        coo, info = _thresholds.select_reaching(
-            acc, jnp.int32(pattern), capacity=capacity, turn=state
-        )
-        return coo, state + 1, info
-
-    return Selector(init, select, spec=Spec.of("threshold", magnitude=magnitude, density=density))
+    spec = Spec.of("threshold", magnitude=magnitude, density=density)
+    return _frame.counted(choose, density, spec)

@@ -1,19 +1,17 @@
 """Threshold reuse: an exact threshold at some steps, which follows the count in between.
 
-Ok-Topk, section 3.1.3. The statistics of the accumulator change slowly, so the
-paper computes the exact k-th magnitude every tau' steps and selects by plain
-comparison with it in between.
+Ok-Topk, section 3.1.3. The statistics of the accumulator change slowly, so the paper computes the
+exact k-th magnitude every tau' steps and selects by plain comparison with it in between.
 
-Deviation: if a threshold is only reused, the residual keeps growing below it,
-and the count grows with the residual. A feedback controller (``servo``) moves the
-threshold according to the count: near the k-th magnitude the count falls as a
-power of the threshold, count ~ threshold^-s, so t <- t (count / k)^(1/s). The
-exponent starts at its value for an exponential tail, log(n / k), and is then
-measured from pairs of thresholds and counts. A step whose count is off is counted
-again before anything is selected.
+Deviation: if a threshold is only reused, the residual keeps growing below it, and the count grows
+with the residual. A feedback controller (``servo``) moves the threshold according to the count:
+near the k-th magnitude the count falls as a power of the threshold, count ~ threshold^-s, so t <- t
+(count / k)^(1/s). The exponent starts at its value for an exponential tail, log(n / k), and is then
+measured from pairs of thresholds and counts. A step whose count is off is counted again before
+anything is selected.
 
 The program that the paper links to also has a feedback controller, with fixed
-factors: see :mod:`sparse_collectives.select._shared._thresholds`.
+factors: see :mod:`sparse_collectives.select._thresholds`.
 """
 
 import math
@@ -24,12 +22,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_collectives import _compat, _validation
-from sparse_collectives._coo import _bits, _compaction
-from sparse_collectives._coo._kth_magnitude import kth_magnitude_bits
 from sparse_collectives._data import Layout, as_layout
+from sparse_collectives._sparse_ops import _bits, _compaction
+from sparse_collectives._sparse_ops._kth_magnitude import kth_magnitude_bits
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import SelectInfo, Selector
-from sparse_collectives.select._shared import _thresholds
+from sparse_collectives.select import _thresholds
 
 _MAX_RECOUNTS = 4
 _STEEPEST = 100.0
@@ -93,9 +91,8 @@ def threshold_reuse(
         step multiplies the threshold by 1.03, up to five times. For the next step it is divided
         by 1.012 if fewer than 2k/3 entries passed, and multiplied by 1.012 if more than 5k/4
         passed. An exact threshold is not raised.
-      tolerance: with ``servo=True``, a step whose count differs from k by more than this
-        share is counted again with a corrected threshold, up to four times. ``math.inf``
-        disables recounts.
+      tolerance: with ``servo=True``, a step whose count differs from k by more than this share is
+        counted again with a corrected threshold, up to four times. ``math.inf`` disables recounts.
       headroom: slots beyond k, as a share of k. Entries that pass the threshold
         but find no slot stay with the caller. Which entries these are changes
         from step to step, so each of them is sent eventually.
@@ -106,8 +103,7 @@ def threshold_reuse(
     Raises:
       ValueError: an argument is out of its range.
 
-    Cost: one pass over n entries, and one more every ``period`` steps and for each
-    recount.
+    Cost: one pass over n entries, and one more every ``period`` steps and for each recount.
 
     References:
       Li and Hoefler, Ok-Topk, PPoPP 2022, section 3.1.3 and Algorithm 1, lines 2 to 4.
@@ -148,27 +144,13 @@ def threshold_reuse(
             # Still off by a factor of two: evaluate exactly at the next step.
             lost = (trial.count > 2 * k) | (2 * trial.count < k)
             following = jnp.where(lost, 0.0, _follow(trial, steepness, k))
-        indices, _ = _compaction.set_positions(trial.words, capacity, size, state.count)
-        values = acc.at[indices].get(mode="fill", fill_value=0)
+        coo, _ = _compaction.entries_at(acc, trial.words, capacity, state.count)
         selected = jnp.minimum(trial.count, capacity)
-        return (
-            _compaction.PaddedCOO(values, indices, size),
-            ThresholdReuseState(state.count + 1, following, steepness),
-            SelectInfo(selected, trial.count - selected, trial.threshold),
-        )
+        info = SelectInfo(selected, trial.count - selected, trial.threshold)
+        return coo, ThresholdReuseState(state.count + 1, following, steepness), info
 
-    return Selector(
-        init,
-        select,
-        spec=Spec.of(
-            "threshold_reuse",
-            density=density,
-            period=period,
-            servo=servo,
-            tolerance=tolerance,
-            headroom=headroom,
-        ),
-    )
+    options = {"period": period, "servo": servo, "tolerance": tolerance, "headroom": headroom}
+    return Selector(init, select, spec=Spec.of("threshold_reuse", density=density, **options))
 
 
 def _select_all(acc: jax.Array, state: ThresholdReuseState):

@@ -1,10 +1,9 @@
 """Exact top-k: the k largest magnitudes, ties broken by index.
 
-The previous step gives a guess: a magnitude that somewhat more than k entries
-reach. One pass compacts these candidates, and the exact selection is made among
-them. If the guess fails, which the count shows, the next guess comes from a
-sample of this step's entries. The last resort is the exact k-th magnitude of all
-n entries.
+The previous step gives a guess: a magnitude that somewhat more than k entries reach. One pass
+compacts these candidates, and the exact selection is made among them. If the guess fails, which the
+count shows, the next guess comes from a sample of this step's entries. The last resort is the exact
+k-th magnitude of all n entries.
 """
 
 import math
@@ -14,14 +13,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_collectives import _compat, _validation
-from sparse_collectives._coo import _bits, _compaction, _kth_magnitude
 from sparse_collectives._data import Layout, PaddedCOO, as_layout
+from sparse_collectives._sparse_ops import _bits, _compaction, _kth_magnitude
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import SelectInfo, Selector
 
 # The target number of candidates, and slots for them, as multiples of k.
 _AIM = 1.15
-_ROOM = 1.4
+_CANDIDATES = 1.4
 _NONE_BITS = 0x7FFFFFFF
 # Attempts to find candidates.
 _ATTEMPTS = 4
@@ -66,16 +65,14 @@ def topk(density: float) -> Selector:
         state = _compat.varying_like(state, acc)
         size = acc.shape[0]
         k = _validation.count_from_density(density, size)
-        capacity = math.ceil(_ROOM * k) + 32
+        capacity = math.ceil(_CANDIDATES * k) + 32
         if size <= _kth_magnitude.DIRECT_SIZE or 2 * capacity >= size:
             coo, threshold_bits = select_directly(acc, k)
             selected, guess = coo.count(), state
         else:
             coo, selected, threshold_bits, guess = _select_among_candidates(acc, k, capacity, state)
         info = SelectInfo(
-            selected=selected,
-            overflow=jnp.zeros_like(threshold_bits),
-            threshold=_bits.magnitude_from_bits(threshold_bits),
+            selected, jnp.zeros_like(threshold_bits), _bits.magnitude_from_bits(threshold_bits)
         )
         return coo, guess, info
 
@@ -87,8 +84,12 @@ def select_directly(acc: jax.Array, k: int) -> tuple[PaddedCOO, jax.Array]:
     threshold_bits = _kth_magnitude.kth_magnitude_bits(acc, k)
     coo, count = _compaction.compact(acc, threshold_bits, capacity=k)
     # More than k entries pass only if several have the k-th magnitude.
-    coo = lax.cond(count > k, lambda: _break_ties(acc, threshold_bits, k), lambda: coo)
-    return coo, threshold_bits
+
+    def first_of_ties() -> PaddedCOO:
+        end = _end_of_ties(acc, threshold_bits, k)
+        return _compaction.compact(acc, threshold_bits, capacity=k, tie_cutoff=end)[0]
+
+    return lax.cond(count > k, first_of_ties, lambda: coo), threshold_bits
 
 
 def _select_among_candidates(
@@ -152,12 +153,6 @@ def _candidates(
     carry = (jnp.ones_like(first[1]), low, *first)
     _, low, candidates, count = lax.while_loop(failed, again, carry)
     return candidates, count, low
-
-
-def _break_ties(acc: jax.Array, threshold_bits: jax.Array, k: int) -> PaddedCOO:
-    """All entries above the threshold, and the first of the entries equal to it."""
-    end = _end_of_ties(acc, threshold_bits, k)
-    return _compaction.compact(acc, threshold_bits, capacity=k, tie_cutoff=end)[0]
 
 
 def _end_of_ties(acc: jax.Array, threshold_bits: jax.Array, k: int) -> jax.Array:

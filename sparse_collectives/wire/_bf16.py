@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from sparse_collectives import _validation
-from sparse_collectives._coo import _bits
 from sparse_collectives._data import PaddedCOO
+from sparse_collectives._sparse_ops import _bits
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import Codec, Encoded
 from sparse_collectives.wire import _sizes, _values

@@ -39,7 +39,7 @@ class GapFormat(NamedTuple):
     digit_bits: int
     digits: int
 
-    def room(self, entries: int, size: int, share: float) -> int:
+    def escape_slots(self, entries: int, size: int, share: float) -> int:
         """Slots to reserve for escapes.
 
         Args:
@@ -99,8 +99,7 @@ def lay_out(
       seed: ``u32[]``.
       marked: ``bool[r, c]``, entries that take one more slot, a mark. None: no entry.
 
-    Cost: a running maximum, a running sum, ``1 + digits`` scatters and a few gathers
-    of c entries.
+    Cost: a running maximum, a running sum, ``1 + digits`` scatters and a few gathers of c entries.
     """
     indices = coo.indices
     marks = jnp.zeros_like(indices) if marked is None else marked.astype(jnp.int32)
@@ -117,9 +116,9 @@ def lay_out(
     # If not all fit: a window of slots, which may wrap around, and the entries that end
     # in it. They may take `digits` more slots at the joint of the window.
     needed = end[:, -1:]
-    crowded = needed > slots
-    length = jnp.where(crowded, slots - form.digits, needed)
-    start = jnp.where(crowded, _hash.below(seed, needed), 0)
+    exceeded = needed > slots
+    length = jnp.where(exceeded, slots - form.digits, needed)
+    start = jnp.where(exceeded, _hash.below(seed, needed), 0)
     ahead = valid & (end <= start + length - needed)
     skipped = valid & ~ahead & (end <= start)
     behind = valid & ~ahead & (end > start) & (end <= start + length)
@@ -199,9 +198,9 @@ def as_rows(coo: PaddedCOO) -> PaddedCOO:
     return PaddedCOO(values, indices, coo.size)
 
 
-def encoded(message: jax.Array, sent: jax.Array, error: jax.Array, coo: PaddedCOO) -> Encoded:
+def encoded(message: jax.Array, slots: Slots, error: jax.Array, coo: PaddedCOO) -> Encoded:
     """The rows of :func:`as_rows`, back in the shape of ``coo``."""
-    shape = coo.indices.shape
+    shape, sent = coo.indices.shape, slots.place < slots.code.shape[1]
     return Encoded(
         message.reshape(*shape[:-1], message.shape[-1]),
         sent[:, : coo.capacity].reshape(shape),

@@ -15,17 +15,15 @@ _FORMAT = _sizes.GAPS16
 def narrow16(*, escapes: float = 1 / 16) -> Codec:
     """Values as bfloat16 and indices as gaps, one word for an entry.
 
-    A message is the first index of its row, followed by one word for each slot: the
-    value in the upper 16 bits, and the gap from the previous entry in the lower
-    ones. If the gap is 65,535 or more, an escape comes first: a word with the lower
-    bits 65,535, whose upper bits are the multiple of 65,535 to move on by. Values are
-    rounded as in :func:`bf16`.
+    A message is the first index of its row, followed by one word for each slot: the value in the
+    upper 16 bits, and the gap from the previous entry in the lower ones. If the gap is 65,535 or
+    more, an escape comes first: a word with the lower bits 65,535, whose upper bits are the
+    multiple of 65,535 to move on by. Values are rounded as in :func:`bf16`.
 
     Args:
-      escapes: room for escapes in a message, as a share of its slots (two more are
-        added; unused slots serve as well). Entries without room are reported as not
-        sent; which ones these are depends on the seed. The default is ample down to
-        a density of about 1/10,000.
+      escapes: room for escapes in a message, as a share of its slots (two more are added; unused
+        slots serve as well). Entries without room are reported as not sent; which ones these are
+        depends on the seed. The default is ample down to a density of about 1/10,000.
 
     Returns:
       A :class:`Codec`. ``c`` pairs take ``1 + c + min(escapes c + 2, n / 65535 + 1, c - 1)``
@@ -48,9 +46,8 @@ def narrow16(*, escapes: float = 1 / 16) -> Codec:
         of_slot = _gaps.row_gather(pattern, slots.entry, 0)
         words = ((of_slot | slots.digit) << 16) | slots.code
         message = jnp.concatenate([slots.first[:, None], words], axis=1)
-        sent = slots.place < count
         error = _values.error_of(rows.values, _values.from_bf16_bits(pattern, rows.values.dtype))
-        return _gaps.encoded(message, sent, error, coo)
+        return _gaps.encoded(message, slots, error, coo)
 
     def decode(message: jax.Array, size: int, dtype) -> PaddedCOO:
         first, words = message[..., 0], message[..., 1:]
@@ -59,11 +56,5 @@ def narrow16(*, escapes: float = 1 / 16) -> Codec:
         values = _values.from_bf16_bits(jnp.where(indices < size, digit, 0), dtype)
         return PaddedCOO(values, indices, size)
 
-    return Codec(
-        encode,
-        decode,
-        _bf16.encode_dense,
-        _bf16.decode_dense,
-        exact=False,
-        spec=Spec.of("narrow16", escapes=escapes),
-    )
+    spec, dense = Spec.of("narrow16", escapes=escapes), (_bf16.encode_dense, _bf16.decode_dense)
+    return Codec(encode, decode, *dense, exact=False, spec=spec)

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_collectives import _hash, _validation
-from sparse_collectives._coo import _bits
 from sparse_collectives._data import PaddedCOO
+from sparse_collectives._sparse_ops import _bits
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import Codec, Encoded
 from sparse_collectives.wire import _sizes, _values
@@ -20,20 +20,18 @@ def qsgd(*, bits: int = 8, bucket: int = 512, norm: str = "max") -> Codec:
         E[decode(encode(v))] = v, \quad
         decode(\cdot) \in \{-s, \dots, s\} \cdot \frac{scale}{s}, \quad s = 2^{bits-1} - 1
 
-    The random numbers are a hash of the seed and the position (the index of an
-    entry, or the place in a dense run), so the same seed and values give the same
-    message everywhere. Each error is less than ``scale / s``. With 2 bits, the error
-    of values below half of the scale is on average larger than the value. Error
-    feedback then amplifies the error until training diverges: use 4 or 8 bits with
-    error feedback, or :func:`without_feedback`.
+    The random numbers are a hash of the seed and the position (the index of an entry, or the place
+    in a dense run), so the same seed and values give the same message everywhere. Each error is
+    less than ``scale / s``. With 2 bits, the error of values below half of the scale is on average
+    larger than the value. Error feedback then amplifies the error until training diverges: use 4 or
+    8 bits with error feedback, or :func:`without_feedback`.
 
     With error feedback, a value whose bucket has another value r times as large may
     arrive as zero for up to ``r / s`` steps, until its accumulated sum reaches a level.
 
-    A message is the indices, unchanged; ``scale / s`` of each bucket as float32; and
-    the codes, the first in the lowest bits of its word. A code is s more than the
-    signed level, or ``2**bits - 1`` for a value that is not finite, which arrives as
-    NaN.
+    A message is the indices, unchanged; ``scale / s`` of each bucket as float32; and the codes, the
+    first in the lowest bits of its word. A code is s more than the signed level, or ``2**bits - 1``
+    for a value that is not finite, which arrives as NaN.
 
     Args:
       bits: the bits of a value: 2, 4 or 8.
@@ -72,14 +70,14 @@ def qsgd(*, bits: int = 8, bucket: int = 512, norm: str = "max") -> Codec:
         magnitude = _values.encoded_magnitude(values)
         finite = magnitude < _bits.INFINITY_BITS
         numbers = lax.bitcast_convert_type(jnp.where(finite, magnitude, 0), jnp.float32)
-        numbers = _in_buckets(numbers, bucket)
+        numbers = _values.in_blocks(numbers, bucket)
         unit = _scale(numbers, norm) / levels
         steps = numbers / jnp.where(unit > 0, unit, 1.0)[..., None]
         below = jnp.floor(steps)
-        random = _in_buckets(_hash.uniform(seed, position), bucket)
+        random = _values.in_blocks(_hash.uniform(seed, position), bucket)
         up = (random < steps - below).astype(jnp.float32)
         level = jnp.minimum(below + up, levels).astype(jnp.int32)
-        level = _in_one_run(level)[..., : values.shape[-1]]
+        level = _values.in_one_run(level)[..., : values.shape[-1]]
         code = levels + jnp.where(_values.is_negative(values), -level, level)
         code = jnp.where(finite, code, 2 * levels + 1)
         decoded = dequantize(code, unit, values.dtype)
@@ -89,9 +87,9 @@ def qsgd(*, bits: int = 8, bucket: int = 512, norm: str = "max") -> Codec:
 
     def dequantize(code: jax.Array, unit: jax.Array, dtype) -> jax.Array:
         length = code.shape[-1]
-        level = _in_buckets((code - levels).astype(jnp.float32), bucket)
+        level = _values.in_blocks((code - levels).astype(jnp.float32), bucket)
         numbers = _values.with_range_of(level * unit[..., None], dtype)
-        numbers = _in_one_run(numbers)[..., :length]
+        numbers = _values.in_one_run(numbers)[..., :length]
         return jnp.where(code == 2 * levels + 1, jnp.asarray(jnp.nan, dtype), numbers)
 
     def encode(coo: PaddedCOO, seed: jax.Array) -> Encoded:
@@ -114,14 +112,8 @@ def qsgd(*, bits: int = 8, bucket: int = 512, norm: str = "max") -> Codec:
         unit = lax.bitcast_convert_type(message[..., :split], jnp.float32)
         return dequantize(_bits.unpack(message[..., split:], bits)[..., :length], unit, dtype)
 
-    return Codec(
-        encode,
-        decode,
-        encode_dense,
-        decode_dense,
-        exact=False,
-        spec=Spec.of("qsgd", bits=bits, bucket=bucket, norm=norm),
-    )
+    spec = Spec.of("qsgd", bits=bits, bucket=bucket, norm=norm)
+    return Codec(encode, decode, encode_dense, decode_dense, exact=False, spec=spec)
 
 
 def _scale(numbers: jax.Array, norm: str) -> jax.Array:
@@ -133,12 +125,3 @@ def _scale(numbers: jax.Array, norm: str) -> jax.Array:
     share = numbers / jnp.where(largest > 0, largest, 1.0)[..., None]
     length = jnp.maximum(jnp.sqrt(jnp.sum(share * share, axis=-1)), 1.0)
     return jnp.minimum(largest * length, jnp.finfo(jnp.float32).max)
-
-
-def _in_buckets(x: jax.Array, bucket: int) -> jax.Array:
-    x = _bits.pad_to(x, bucket)
-    return x.reshape(*x.shape[:-1], x.shape[-1] // bucket, bucket)
-
-
-def _in_one_run(x: jax.Array) -> jax.Array:
-    return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])

@@ -41,7 +41,7 @@ def bf16_pairs(slots: int) -> int:
 def narrow16_slots(entries: int, size: int, escapes: float) -> int:
     """Slots of a row of so many entries of a vector of length ``size``, escapes included."""
     entries = max(1, entries)
-    return entries + GAPS16.room(entries, size, escapes)
+    return entries + GAPS16.escape_slots(entries, size, escapes)
 
 
 def narrow16_pairs(entries: int, size: int, escapes: float = ESCAPES16) -> int:
@@ -57,7 +57,7 @@ def block_scales(length: int, block: int) -> int:
 def narrow8_slots(entries: int, size: int, escapes: float) -> int:
     """Slots of a row of so many entries, escapes included; an even number."""
     entries = max(1, entries)
-    slots = entries + GAPS8.room(entries, size, escapes)
+    slots = entries + GAPS8.escape_slots(entries, size, escapes)
     return slots + slots % 2
 
 

@@ -1,12 +1,14 @@
 """Values in two bits: a sign, and one of two levels of their block."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from sparse_collectives import _validation
-from sparse_collectives._coo import _bits
 from sparse_collectives._data import PaddedCOO
+from sparse_collectives._sparse_ops import _bits
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import Codec, Encoded
 from sparse_collectives.wire import _gaps, _sizes, _values
@@ -77,8 +79,7 @@ def two_bits(*, gap_bits: int = 12, block: int = 128, escapes: float = 1 / 16) -
         message = jnp.concatenate([*parts, _bits.pack(value, 2)], axis=1)
         decoded = _decoded(value, levels, block, rows.values.dtype)
         decoded = _gaps.row_gather(decoded, slots.place, 0)
-        sent = slots.place < count
-        return _gaps.encoded(message, sent, _values.error_of(rows.values, decoded), coo)
+        return _gaps.encoded(message, slots, _values.error_of(rows.values, decoded), coo)
 
     def decode(message: jax.Array, size: int, dtype) -> PaddedCOO:
         sixteens = _sizes.slots_of(
@@ -86,7 +87,9 @@ def two_bits(*, gap_bits: int = 12, block: int = 128, escapes: float = 1 / 16) -
         )
         slots = 16 * sixteens
         ends = [1, _sizes.block_scales(slots, block), slots // 4, slots // 16 * (gap_bits - 8) // 2]
-        first, levels, low, high, values = jnp.split(message, _running(ends), axis=-1)
+        first, levels, low, high, values = jnp.split(
+            message, list(itertools.accumulate(ends)), axis=-1
+        )
         code, value = _bits.unpack(low, 8), _bits.unpack(values, 2)
         if gap_bits == 12:
             code |= _bits.unpack(high, 4) << 8
@@ -101,24 +104,16 @@ def two_bits(*, gap_bits: int = 12, block: int = 128, escapes: float = 1 / 16) -
         decoded = jnp.where(before, jnp.asarray(jnp.nan, dtype), decoded)
         return PaddedCOO(jnp.where(indices < size, decoded, 0), indices, size)
 
-    return Codec(
-        encode,
-        decode,
-        dense.encode_dense,
-        dense.decode_dense,
-        exact=False,
-        spec=Spec.of("two_bits", gap_bits=gap_bits, block=block, escapes=escapes),
-    )
-
-
-def _running(lengths: list[int]) -> list[int]:
-    return [sum(lengths[: i + 1]) for i in range(len(lengths))]
+    spec = Spec.of("two_bits", gap_bits=gap_bits, block=block, escapes=escapes)
+    return Codec(encode, decode, dense.encode_dense, dense.decode_dense, exact=False, spec=spec)
 
 
 def _worth(rows: PaddedCOO, block: int) -> jax.Array:
     """The indices, with n for zeros and for values far below their neighbors."""
     magnitude = _magnitudes(rows.values, rows.indices < rows.size)
-    low = _spread(_halves(_in_blocks(magnitude, block))[0], block, magnitude.shape[-1])
+    low = _values.spread(
+        _halves(_values.in_blocks(magnitude, block))[0], block, magnitude.shape[-1]
+    )
     bad = _bits.magnitude_bits(rows.values) >= _bits.INFINITY_BITS
     waits = (magnitude == 0) | (2 * magnitude < low)
     return jnp.where(waits & ~bad, rows.size, rows.indices)
@@ -126,7 +121,7 @@ def _worth(rows: PaddedCOO, block: int) -> jax.Array:
 
 def _levels(values: jax.Array, block: int) -> jax.Array:
     """Two levels of each block as one word; the lower one at most twice the smallest magnitude."""
-    magnitude = _in_blocks(_magnitudes(values, jnp.ones(values.shape, jnp.bool_)), block)
+    magnitude = _values.in_blocks(_magnitudes(values, jnp.ones(values.shape, jnp.bool_)), block)
     low, high = _halves(magnitude)
     least = jnp.min(jnp.where(magnitude > 0, magnitude, jnp.inf), axis=-1)
     # Rounded down to bfloat16, so that no error is larger than its value.
@@ -160,7 +155,7 @@ def _halves(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _nearest(values: jax.Array, levels: jax.Array, block: int) -> jax.Array:
     """The two bits of each value: whether it is negative, and whether it has the higher level."""
-    low, high = (_spread(x, block, values.shape[-1]) for x in _numbers(levels))
+    low, high = (_values.spread(x, block, values.shape[-1]) for x in _numbers(levels))
     magnitude = jnp.abs(values.astype(jnp.float32))
     # Half of both, because their sum may overflow.
     is_high = magnitude > low / 2 + high / 2
@@ -168,7 +163,7 @@ def _nearest(values: jax.Array, levels: jax.Array, block: int) -> jax.Array:
 
 
 def _decoded(value: jax.Array, levels: jax.Array, block: int, dtype) -> jax.Array:
-    low, high = (_spread(x, block, value.shape[-1]) for x in _numbers(levels))
+    low, high = (_values.spread(x, block, value.shape[-1]) for x in _numbers(levels))
     number = _values.with_range_of(jnp.where((value & 1) > 0, high, low), dtype)
     return jnp.where(value >= 2, -number, number)
 
@@ -182,12 +177,3 @@ def _magnitudes(values: jax.Array, where: jax.Array) -> jax.Array:
     """``f32``, 0 for padding and for values that are tiny or not finite."""
     bits = _values.encoded_magnitude(values)
     return _bits.magnitude_from_bits(jnp.where(where & (bits < _bits.INFINITY_BITS), bits, 0))
-
-
-def _in_blocks(x: jax.Array, block: int) -> jax.Array:
-    x = _bits.pad_to(x, block)
-    return x.reshape(*x.shape[:-1], x.shape[-1] // block, block)
-
-
-def _spread(of_block: jax.Array, block: int, length: int) -> jax.Array:
-    return jnp.repeat(of_block, block, axis=-1)[..., :length]

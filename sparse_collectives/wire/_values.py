@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparse_collectives._coo import _bits
+from sparse_collectives._sparse_ops import _bits
 
 TINY_BITS = (127 - 100) << 23
 _QUIET_BIT = 0x0040
@@ -63,3 +63,20 @@ def to_bf16_bits(values: jax.Array) -> jax.Array:
 def from_bf16_bits(pattern: jax.Array, dtype) -> jax.Array:
     """The inverse of :func:`to_bf16_bits`; higher bits of ``pattern`` are ignored."""
     return lax.bitcast_convert_type(pattern.astype(jnp.int32) << 16, jnp.float32).astype(dtype)
+
+
+def in_blocks(x: jax.Array, block: int) -> jax.Array:
+    """``x[..., m]`` as ``[..., ceil(m / block), block]``, padded with zeros."""
+    x = _bits.pad_to(x, block)
+    return x.reshape(*x.shape[:-1], x.shape[-1] // block, block)
+
+
+def in_one_run(x: jax.Array) -> jax.Array:
+    """The inverse of :func:`in_blocks`, but for the padding."""
+    return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
+
+
+def spread(of_block: jax.Array, block: int, length: int) -> jax.Array:
+    """Repeats the number of each block for each of ``length`` values."""
+    repeated = jnp.broadcast_to(of_block[..., None], (*of_block.shape, block))
+    return in_one_run(repeated)[..., :length]

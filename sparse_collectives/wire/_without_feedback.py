@@ -44,11 +44,5 @@ def without_feedback(codec: Codec) -> Codec:
         message, error = codec.encode_dense(values, seed)
         return message, jnp.zeros_like(error)
 
-    return Codec(
-        encode,
-        codec.decode,
-        encode_dense,
-        codec.decode_dense,
-        exact=codec.exact,
-        spec=None if codec.spec is None else Spec.of("without_feedback", codec=codec),
-    )
+    spec = None if codec.spec is None else Spec.of("without_feedback", codec=codec)
+    return codec._replace(encode=encode, encode_dense=encode_dense, spec=spec)

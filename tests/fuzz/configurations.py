@@ -52,7 +52,6 @@ OPTIONS: dict[str, dict[str, Any]] = dict.fromkeys(table.ALGORITHMS, {}) | {
         "slack": SLACKS,
         "regions": st.sampled_from(("hashed", "balanced", "equal")),
         "balance": st.sampled_from(("auto", "always", "never")),
-        "sizes": st.sampled_from((1, 1, 3)),
         "schedule": st.sampled_from(("all_to_all", "all_to_all", "rotation")),
         "global_period": st.sampled_from((1, 2)),
         "repartition_period": PERIODS,
@@ -72,7 +71,7 @@ OPTIONS: dict[str, dict[str, Any]] = dict.fromkeys(table.ALGORITHMS, {}) | {
         "bandwidth": st.sampled_from(("1Gbit", "1kbit")),
         "candidates": st.sampled_from((None, ("ok_topk",), ("ring_sparse", "gtopk"))),
     },
-    "complete": {"inner": st.sampled_from(("ok_topk", "gtopk", "spardl", "ring_sparse"))},
+    "full_sums": {"inner": st.sampled_from(("ok_topk", "gtopk", "spardl", "ring_sparse"))},
     "agreed": {"density": st.booleans(), "bits": st.sampled_from((32, 16, 10, 8, None))},
 }
 
@@ -89,8 +88,8 @@ def flat_allreduces(
         options["dense_codec"] = CODECS[draw(st.sampled_from(codecs))]()
     if name == "auto":
         allreduce = sc.planner.auto(density=density, **options)
-    elif name == "complete":
-        allreduce = sc.allreduce.complete(table.make(options["inner"], density, codec))
+    elif name == "full_sums":
+        allreduce = sc.allreduce.full_sums(table.make(options["inner"], density, codec))
     elif name == "agreed":
         limit = density if options["density"] else None
         allreduce = sc.allreduce.agreed(density=limit, bits=options["bits"])
@@ -273,7 +272,7 @@ def configurations(draw: Any, *, of_parts: bool = False) -> Configuration:
         nesterov=nesterov,
         data=data,
         seed=seed,
-        keeps_others=low_rank is None and exchange.keeps_others,
+        keeps_others=low_rank is None and exchange.may_keep_partial_sums,
         low_rank=low_rank is not None,
         tied=tied,
     )

@@ -84,7 +84,7 @@ def plain_sum():
         )
         return total, sc.Undelivered(jnp.zeros_like(coo.values), nothing), state, info
 
-    return sc.SparseAllreduce(lambda size, axis_size: (), reduce, keeps_others=False)
+    return sc.SparseAllreduce(lambda size, axis_size: (), reduce, may_keep_partial_sums=False)
 
 
 class Steps(NamedTuple):

@@ -80,7 +80,7 @@ ROWS = {
     "topk_dsa": Row(optax_ext.published.topk_dsa(DENSITY, axis="w"), (8,)),
     "agreed": of(ar.agreed(), quick=True),
     "agreed, few bits": of(ar.agreed(bits=None), quick=True),
-    "complete": of(ar.complete(OK_TOPK)),
+    "full_sums": of(ar.full_sums(OK_TOPK)),
     "shared_random": of(ar.shared_random(density=DENSITY), quick=True),
     "nodes, shared_random": over_nodes(ar.shared_random(density=DENSITY)),
     "nodes, agreed": over_nodes(ar.agreed()),

@@ -44,7 +44,7 @@ QSGD = sc.wire.qsgd(bits=2, norm="l2")
 CASES = PLAIN | {
     **{f"{name}, narrow8": LOSSY[name] for name in ROUNDED},
     **{f"{x}, qsgd": exchange(x, QSGD) for x in ROUNDED if x in ("ok_topk", "spardl", "topk_a")},
-    "complete spardl": sc.allreduce.complete(PLAIN["spardl"]),
+    "full_sums spardl": sc.allreduce.full_sums(PLAIN["spardl"]),
 }
 # The first had infinite residuals; so had gtopk, and the overflow of ssar and ring.
 QUICK = [("spardl", 8), ("topk_a", 7)]
@@ -133,13 +133,13 @@ def test_where_nothing_of_others_is_kept_every_finite_gradient_is_taken():
 def test_which_allreduces_say_that_they_keep_parts_of_others():
     keep = {"gtopk", "spardl", "ssar_recursive_double, bounded"}
     keep |= {"ring_sparse", "ring_sparse, no slack"}
-    assert {name for name, each in PLAIN.items() if each.keeps_others} == keep
+    assert {name for name, each in PLAIN.items() if each.may_keep_partial_sums} == keep
     # Sums are rounded, except if each worker encodes its own entries.
     own = {"topk_a", "sparse_allgather"}
-    assert {name for name, each in LOSSY.items() if not each.keeps_others} == own
+    assert {name for name, each in LOSSY.items() if not each.may_keep_partial_sums} == own
     for name in ("spardl", "topk_a"):
         nodes = sc.allreduce.hierarchical(inner_axis="d", outer=LOSSY[name])
-        assert nodes.keeps_others == LOSSY[name].keeps_others
+        assert nodes.may_keep_partial_sums == LOSSY[name].may_keep_partial_sums
 
 
 @pytest.mark.slow
@@ -154,4 +154,4 @@ def test_those_that_do_not_say_so_keep_none():
         return jax.eval_shape(jax.vmap(step, axis_name="w"), *shapes).size
 
     for name, each in (*CASES.items(), *LOSSY.items()):
-        assert each.keeps_others or not others(each), name
+        assert each.may_keep_partial_sums or not others(each), name

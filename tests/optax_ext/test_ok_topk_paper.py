@@ -86,7 +86,7 @@ def published_reduce():
     """A step of 8 workers that reuses the threshold 1, with the default slack."""
     allreduce = sc.allreduce.ok_topk(density=0.05, paper=True)
     state = allreduce.init(640, 8)
-    state = state._replace(count=state.count + 1, threshold=jnp.float32(1), crowded=False)
+    state = state._replace(count=state.count + 1, threshold=jnp.float32(1), overflowed=False)
     state = jax.tree.map(jnp.asarray, state)
 
     def reduce(indices, values):

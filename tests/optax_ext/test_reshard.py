@@ -107,7 +107,7 @@ def test_counts_go_on_and_thresholds_and_regions_start_anew():
     exchange, reused = moved["topk"].allreduce, moved["threshold_reuse"].selector
     assert exchange.count.tolist() == [2]
     assert exchange.boundaries.tolist() == [[0, 94, 187]]
-    assert exchange.crowded
+    assert exchange.overflowed
     assert reused.count.tolist() == [2, 2]
     assert reused.threshold.tolist() == [0, 0]
     assert all((x.count == 2).all() for x in moved["adtopk_threshold"].selector.states)

@@ -138,7 +138,7 @@ EXCHANGES = {
     "ok_topk": sc.allreduce.ok_topk(density=0.1),
     "gtopk": sc.allreduce.published.gtopk(density=0.1),
     "dsar": sc.allreduce.published.dsar_split_allgather(),
-    "complete": sc.allreduce.complete(sc.allreduce.ok_topk(density=0.1)),
+    "full_sums": sc.allreduce.full_sums(sc.allreduce.ok_topk(density=0.1)),
 }
 
 

@@ -22,11 +22,11 @@ topk_a = functools.partial(optax_ext.topk_a, 0.1, axis="data")
 FEW = ("odd", "scalar", "vector")
 LABELS = {leaf: "dense" if leaf in FEW else "sparse" for leaf in shards.SHAPES}
 ADTOPK = sc.select.published.adtopk(density=0.1)
-COMPLETE = sc.allreduce.complete(sc.allreduce.ok_topk(density=0.1))
+FULL_SUMS = sc.allreduce.full_sums(sc.allreduce.ok_topk(density=0.1))
 TRANSFORMATIONS = {
     "ok_topk": optax_ext.ok_topk(0.1, axis="data"),
     "topk_a": topk_a(),
-    "complete": optax_ext.sparse_allreduce(TOPK, COMPLETE, axis="data"),
+    "full_sums": optax_ext.sparse_allreduce(TOPK, FULL_SUMS, axis="data"),
     "momentum": topk_a(correction=optax_ext.momentum_correction(0.9)),
     "dense leaves": topk_a(dense_leaves=LABELS),
     "dense steps": topk_a(dense_steps=2),

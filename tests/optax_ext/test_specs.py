@@ -123,7 +123,7 @@ def test_a_spec_has_the_arguments_of_a_factory_and_no_local_variable(part):
 
 
 # Both packages share branches on versions of jax, checks of arguments, hashes and platforms.
-SHARED = {"_compat", "_validation", "_hash", "_platform", "_coo"}
+SHARED = {"_compat", "_validation", "_hash", "_platform", "_sparse_ops"}
 FILES = sorted(pathlib.Path(optax_ext.__file__).parent.rglob("*.py"))
 
 
@@ -163,9 +163,9 @@ def test_nothing_underscored_is_imported():
 def test_an_import_of_something_private_would_be_noticed():
     assert underscored("import sparse_collectives._spec")
     assert underscored("from sparse_collectives import _spec")
-    assert underscored("from sparse_collectives.allreduce._shared import regions")
+    assert underscored("from sparse_collectives.allreduce._parts import regions")
     assert underscored("import sparse_collectives as sc\nsc._spec.Spec")
-    assert underscored("from sparse_collectives import select\nselect._shared.threshold")
+    assert underscored("from sparse_collectives import select\nselect._thresholds.slots_for")
 
 
 def test_what_is_declared_is_there_and_nothing_else():

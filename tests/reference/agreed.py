@@ -1,4 +1,4 @@
-"""Agreed indices and complete sums, in NumPy, with loops."""
+"""Agreed indices and full sums, in NumPy, with loops."""
 
 import numpy as np
 

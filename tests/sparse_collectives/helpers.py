@@ -103,7 +103,7 @@ def completed(selector: sc.Selector, allreduce: sc.SparseAllreduce, size: int, w
 def as_coo(coo: sc.PaddedCOO, undelivered: sc.Undelivered) -> sc.PaddedCOO:
     """All kept values of a worker, as entries; an index may occur more than once."""
     slots, parts = undelivered.slots, [undelivered.others]
-    instead = undelivered.remainder
+    instead = undelivered.rest_at_total
     if instead is not None:
         parts.append(instead)
         slots = jnp.where(jnp.isin(coo.indices, instead.indices), 0, slots)

@@ -60,9 +60,9 @@ def row(name: str, *, delivers_all: bool | None = None, **options) -> Row:
     return Row(make(name, **options), delivers_all, rounds)
 
 
-def complete(name: str, **options) -> Row:
+def full_sums(name: str, **options) -> Row:
     inner = row(name, **options)
-    return Row(sc.allreduce.complete(inner.allreduce), inner.delivers_all, inner.rounds)
+    return Row(sc.allreduce.full_sums(inner.allreduce), inner.delivers_all, inner.rounds)
 
 
 def auto(**options) -> sc.SparseAllreduce:
@@ -72,9 +72,9 @@ def auto(**options) -> sc.SparseAllreduce:
 LOSSY = helpers.lossy_codec()
 VARIANTS = {
     "agreed, few bits": row("agreed", density=DENSITY, bits=None),
-    "complete ok_topk": complete("ok_topk"),
-    "complete spardl": complete("spardl"),
-    "complete ring_sparse": complete("ring_sparse", delivers_all=True, **ALL),
+    "full_sums ok_topk": full_sums("ok_topk"),
+    "full_sums spardl": full_sums("spardl"),
+    "full_sums ring_sparse": full_sums("ring_sparse", delivers_all=True, **ALL),
     "ok_topk rotation, 2 messages in flight": row(
         "ok_topk", schedule="rotation", messages_in_flight=2
     ),
@@ -82,7 +82,6 @@ VARIANTS = {
     "ok_topk, reused global threshold": row("ok_topk", global_period=3),
     "ok_topk, balanced regions": row("ok_topk", regions="balanced", repartition_period=2),
     "ok_topk, equal regions": row("ok_topk", regions="equal"),
-    "ok_topk, messages of several sizes": row("ok_topk", sizes=3),
     "ok_topk, no slack": row("ok_topk", slack=1.0),
     "ok_topk, as published": row("ok_topk", paper=True),
     "ssar_split_allgather, room for all": row("ssar_split_allgather", delivers_all=True, **ALL),

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 import sparse_collectives as sc
+from sparse_collectives import _hash
 from sparse_collectives.allreduce import _agreed
-from sparse_collectives.allreduce._shared import _partitions, _reduce, _sums
+from sparse_collectives.allreduce._parts import _partitions, _sums
 from sparse_collectives.cost_model import Workload, predict
 from tests.reference import agreed as reference
 from tests.sparse_collectives.helpers import completed, run_once, slow, slow_rows
@@ -186,7 +187,7 @@ def test_no_value_of_a_bucket_rounds_to_zero_for_long(mix, largest):
         step = _sums.steps(values, largest, turn)
         return _sums.rounded(values, _sums.of_slots(step, len(values)), largest) != 0
 
-    served = np.asarray(jax.vmap(sent)(_reduce.turn(jnp.arange(turns), 0)))
+    served = np.asarray(jax.vmap(sent)(_hash.turn(jnp.arange(turns), 0)))
     # Four deviations below the expected share.
     least = share - 4 * math.sqrt(share / turns)
     assert (served.mean(0) >= least).all()

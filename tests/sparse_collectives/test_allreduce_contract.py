@@ -18,7 +18,7 @@ KEEPS_OTHER_VALUES = {name for name, row in EACH.items() if row.rounds}
 # Tested with more numbers of workers and both 16-bit types; the others are variants of these.
 ALGORITHMS = {*table.ALGORITHMS, "agreed, few bits", "auto, which may be spardl"}
 ALGORITHMS |= {"ok_topk, as published"}
-ALGORITHMS -= {"leader", "dense_bucketed"}
+ALGORITHMS -= {"dense_bucketed"}
 ROWS = EACH | WITH_CODECS
 
 
@@ -78,7 +78,7 @@ def cases():
 
 
 # Rows that compile fast, in each of the tests below.
-LIGHT = {"leader", "dense_bucketed", "topk_a", "topk_a, lossy", "sparse_allgather"}
+LIGHT = {"dense_bucketed", "topk_a", "topk_a, lossy", "sparse_allgather"}
 LIGHT |= {"hierarchical topk_a", "torus_2d"}
 
 
@@ -112,8 +112,8 @@ def check_what_is_kept(name, out, where):
     if name not in KEEPS_OTHER_VALUES and name not in WITH_CODECS:
         assert ((kept == 0) | (kept == sent)).all(), where
     if ROWS[name].delivers_all:
-        # A complete sum that is 0 waits.
-        gone = total != 0 if name.startswith("complete") else slice(None)
+        # A full sum that is 0 waits.
+        gone = total != 0 if name.startswith("full_sums") else slice(None)
         assert not kept[:, gone].any(), where
         # If a sum is dense, values that add up to 0 are not entries.
         entries = (sent.any(axis=0).sum(), np.count_nonzero(total))
@@ -164,7 +164,7 @@ def test_density_one_with_room_for_all_is_a_dense_sum(place):
         assert (np.asarray(out["kept"]) == 0).all()
 
 
-QUICK_OF_ONE = LIGHT | {"complete ring_sparse", "ring_sparse", "ssar_recursive_double"}
+QUICK_OF_ONE = LIGHT | {"full_sums ring_sparse", "ring_sparse", "ssar_recursive_double"}
 QUICK_OF_ONE |= {"ssar_split_allgather", "dsar_split_allgather", "gtopk", "gtopk, lossy"}
 QUICK_OF_ONE |= {"spardl, lossy", "auto, which may be spardl"}
 # shared_random delivers only a part of a selection that was made without its view.

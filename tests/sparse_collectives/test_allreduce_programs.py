@@ -50,7 +50,7 @@ def ways_of(allreduce, size, workers):
     helpers.slow_but(
         ("topk_a, lossy",),
         [
-            *("agreed", "agreed, few bits", "leader", "complete ok_topk", "dense"),
+            *("agreed", "agreed, few bits", "full_sums ok_topk", "dense"),
             *("dense_bucketed", "ok_topk", "ok_topk, reused global threshold"),
             *("ok_topk, balanced regions", "ok_topk, as published", "auto, ok_topk"),
             *("auto, which may be spardl", "topk_a", "topk_a, lossy", "sparse_allgather"),

@@ -25,11 +25,10 @@ WRONG = {
     "mstopk": {"samplings": COUNTS},
     "bucketed": {"bucket": COUNTS},
     "threshold": {"magnitude": NUMBERS},
-    "random_k": {"seed": (-1, 2**31, 1.0, True, None), "same_on_all_workers": (1,)},
+    "random_k": {"seed": (-1, 2**31, 1.0, True, None)},
     "gaussian_k": {"headroom": NUMBERS, "adjust": (1,)},
     "redsync": {"headroom": NUMBERS, "rounds": COUNTS},
     "sidco": {"headroom": NUMBERS, "distribution": ("normal",), "period": COUNTS},
-    "sidco of": {"tolerance": NUMBERS, "max_stages": COUNTS},
     "dgc": {"sample_share": (0.0, 1.5), "seed": (-1,)},
     "adtopk": {"row_axis": (0.5, "last", None, True)},
     "adtopk_threshold": {"headroom": NUMBERS, "steps": COUNTS, "warmup": (-1,), "period": COUNTS},
@@ -40,13 +39,13 @@ WRONG = {
     "ok_topk every": {"repartition_period": (0,), "global_period": (0, 1.5)},
     "ssar_recursive_double": {"capacity": (0,)},
     "ssar_split_allgather": {"slack": (0.5,), "fill": (0.5,)},
-    "dsar_split_allgather": {"slack": (None,), "sparse_sizes": COUNTS},
+    "dsar_split_allgather": {"slack": (None,)},
     "ring_sparse": {"fill": ("all",)},
     "agreed": {"bits": (4, 0, True, "16")},
     "dense_bucketed": {"buckets": COUNTS},
     "shared_random": {"density": (0.0,), "seed": (2**31,)},
     "qsgd": {"bits": (3, True), "bucket": (0, 9), "norm": ("l1",)},
-    "narrow8": {"block": (0, 30), "escapes": (-1,), "stochastic": ("yes",)},
+    "narrow8": {"block": (0, 30), "escapes": (-1,)},
     "narrow16": {"escapes": (2,)},
     "two_bits": {"gap_bits": (10, True), "block": (0, 40), "escapes": (2,)},
     "auto": {"density": (0.0, 1), "latency": ("5",), "bandwidth": (0,)},
@@ -111,10 +110,7 @@ def drawn_by_each(**options):
 
 A_PAIR = r"axis must be a pair \(outer, inner\).*torus_2d"
 CALLS = [
-    # Without an axis that distinguishes the workers.
-    (lambda: drawn_by_each(same_on_all_workers=False), "only then.*=False and axis=None"),
-    (lambda: drawn_by_each(axis="workers"), "only then.*=True and axis='workers'"),
-    (lambda: drawn_by_each(same_on_all_workers=False, axis="workers"), "'workers' is not bound"),
+    (lambda: drawn_by_each(axis="workers"), "'workers' is not bound"),
     (
         lambda: sc.traffic.of_allreduce(TORUS, size=1000, capacity=0, axis_size=8),
         "`capacity` is 0",

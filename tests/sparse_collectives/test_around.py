@@ -1,6 +1,6 @@
 """Allreduces around others, for sums over nodes and for full sums; and dense sums.
 
-Full sums (``complete``) are the same if only indices are exchanged, for fewer words.
+Full sums (``full_sums``) are the same if only indices are exchanged, for fewer words.
 """
 
 import itertools
@@ -142,7 +142,7 @@ SELECTOR = sc.select.topk(density=table.DENSITY)
 @pytest.mark.slow
 def test_the_indices_alone_give_the_same_sums(name, options, workers):
     alone = table.make(name, **options)
-    ways = [sc.allreduce.complete(each) for each in (alone, alone._replace(choose=None))]
+    ways = [sc.allreduce.full_sums(each) for each in (alone, alone._replace(choose=None))]
     ways = [helpers.completed(SELECTOR, each, SIZE, workers) for each in ways]
     for case, acc in helpers.hard_accumulators(workers, SIZE).items():
         states = [start for _, start in ways]
@@ -167,9 +167,32 @@ def test_the_indices_alone_give_the_same_sums(name, options, workers):
             acc = kept
 
 
+def test_workers_select_where_the_inner_allreduce_lets_them():
+    """A worker shows its selector the last six entries only; full sums are made of all workers'."""
+
+    def to_global(coo, size, state, *, axis):
+        return sc.PaddedCOO(coo.values, coo.indices + size - 6, size)
+
+    inner = sc.allreduce.topk_a()._replace(
+        local_view=lambda acc, state, *, axis: acc[-6:], to_global=to_global
+    )
+    allreduce, selector = sc.allreduce.full_sums(inner), sc.select.topk(density=0.5)
+
+    def step(acc):
+        state = allreduce.init(10, 2)
+        mine = allreduce.local_view(acc, state, axis="workers")
+        coo, _, _ = selector.select(mine, selector.init(6))
+        coo = allreduce.to_global(coo, 10, state, axis="workers")
+        return allreduce.reduce(coo, state, axis="workers", acc=acc)[0].to_dense()
+
+    acc = np.arange(20.0, dtype=np.float32).reshape(2, 10)
+    total = sc.simulate(step, axis_size=2)(acc)[0]
+    np.testing.assert_array_equal(total, np.where(np.arange(10) < 7, 0, acc.sum(axis=0)))
+
+
 def words_of(allreduce, size, k, workers, **options):
     return sc.traffic.of_allreduce(
-        sc.allreduce.complete(allreduce), size=size, capacity=k, axis_size=workers, **options
+        sc.allreduce.full_sums(allreduce), size=size, capacity=k, axis_size=workers, **options
     ).words
 
 
@@ -212,7 +235,7 @@ def test_pairs_stay_where_a_codec_makes_them_shorter(name, codec):
     ids=lambda x: getattr(x, "spec", x),
 )
 def test_a_dense_total_is_complete_where_it_is_not_zero(inner, share):
-    allreduce, workers = sc.allreduce.complete(inner), 3
+    allreduce, workers = sc.allreduce.full_sums(inner), 3
     selector = sc.select.topk(density=share)
 
     def step(acc):

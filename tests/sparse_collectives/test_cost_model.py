@@ -10,7 +10,7 @@ import pytest
 
 import sparse_collectives as sc
 from sparse_collectives import cost_model
-from sparse_collectives.allreduce._shared import _messages
+from sparse_collectives.allreduce._parts import _messages
 from sparse_collectives.cost_model import Overlap, Workload
 from sparse_collectives.cost_model._costs import Cost, Network
 from tests.sparse_collectives import helpers

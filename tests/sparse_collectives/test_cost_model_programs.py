@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import sparse_collectives as sc
 from sparse_collectives import cost_model, traffic
-from sparse_collectives.allreduce._shared import _halving
+from sparse_collectives.allreduce._parts import _slots
 from sparse_collectives.cost_model import Workload, _formulas
 from sparse_collectives.cost_model._costs import log2_rounds
 from tests.sparse_collectives import helpers, table
@@ -82,7 +82,7 @@ POINTS += [
     (name, codec, (1999, 100, 3))
     for name in cost_model.ALGORITHMS
     for codec in table.LOSSY_CODECS
-    if "dense" not in name and name not in (*TWO_LEVELS, "agreed", "agreed(few)", "leader")
+    if "dense" not in name and name not in (*TWO_LEVELS, "agreed", "agreed(few)")
 ]
 POINTS += [
     (name, "narrow8", (20_000, 1000, 6))
@@ -237,7 +237,7 @@ def test_no_message_of_sparcml_is_longer_than_a_dense_one(name, workers, codec):
 
 @pytest.mark.parametrize("workers", [*range(1, 18), 63, 64, 65, 100, 384, 1000, 1024])
 def test_spardl_brings_every_part_of_a_block_to_its_owner_once(workers):
-    plan = _halving.make_plan(10**6, 10**4, workers, 10**4)
+    plan = _slots.make_halving(10**6, 10**4, workers, 10**4)
     # The sender of the part of a worker's own block, by distance; it is the same for all.
     parts = [[0] for _ in range(workers)]
     for step in plan.rounds:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import sparse_collectives as sc
-from sparse_collectives.allreduce._shared import _reduce
+from sparse_collectives.allreduce._parts import _frame
 from tests.sparse_collectives import helpers, table
 
 LOSSY = helpers.lossy_codec()
@@ -169,7 +169,7 @@ def test_what_is_not_finite_is_passed_on(name):
 @pytest.mark.parametrize("workers", [2, 3, 64, 1000])
 @pytest.mark.parametrize("exact", [True, False])
 def test_what_is_cut_off_is_exact(workers, dtype, exact):
-    share = _reduce.largest_share(dtype, workers, exact=exact)
+    share = _frame.largest_share(dtype, workers, exact=exact)
     largest = float(jnp.finfo(dtype).max)
     assert workers * share <= largest / 2 * (1 + 1e-2)
     with np.errstate(over="ignore"):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import sparse_collectives as sc
-from sparse_collectives.allreduce.ok_topk import _balance, _plan
+from sparse_collectives.allreduce._ok_topk import _balance, _plan
 from sparse_collectives.transport import _dispatch
 from tests.sparse_collectives import helpers, table
 from tests.sparse_collectives.table import DENSITY

@@ -9,8 +9,8 @@ import pytest
 
 import sparse_collectives as sc
 from sparse_collectives import _platform
-from sparse_collectives.allreduce._shared import _hashed
-from sparse_collectives.allreduce.ok_topk import _plan
+from sparse_collectives.allreduce._ok_topk import _plan
+from sparse_collectives.allreduce._parts import _hashed
 from tests.reference import ok_topk as oracle
 from tests.sparse_collectives import helpers
 
@@ -110,13 +110,13 @@ def test_crowded_regions_are_cut_anew_before_their_period():
     allreduce = sc.allreduce.ok_topk(density=0.02, regions="balanced")
     even = allreduce.init(size, workers)
     # As in the middle of a period, with the mass moved away from the regions.
-    state = even._replace(count=jnp.int32(5), crowded=jnp.bool_(False))
+    state = even._replace(count=jnp.int32(5), overflowed=jnp.bool_(False))
     first = helpers.run_once(selector, allreduce, acc, state)
-    assert first["allreduce_state"].crowded.all()
+    assert first["allreduce_state"].overflowed.all()
     state = helpers.next_state(first)
     second = helpers.run_once(selector, allreduce, acc, state)
     assert 4 * np.sum(second["info"].overflow) < np.sum(first["info"].overflow)
-    assert not second["allreduce_state"].crowded.any()
+    assert not second["allreduce_state"].overflowed.any()
 
 
 @pytest.mark.slow

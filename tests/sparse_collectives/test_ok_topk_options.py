@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import sparse_collectives as sc
-from sparse_collectives.allreduce.ok_topk import _plan
 from tests.sparse_collectives import helpers
 
 SIZE, WORKERS, DENSITY = 400, 4, 0.1
@@ -80,22 +79,11 @@ def test_always_balancing_takes_a_block_and_never_leaves_what_does_not_fit():
     assert (np.asarray(out["info"].overflow) == 0).all()
 
 
-NARROW8 = {"codec": sc.wire.narrow8(block=8, escapes=0.0), "slack": math.inf}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "changes", "options"),
     [
-        # Messages of several sizes: the same sums, for the words of the shortest that fits.
-        (3, {"sizes": 4}, {"schedule": "all_to_all", "slack": math.inf}),
-        (5, {"sizes": 4}, {"schedule": "rotation", "messages_in_flight": 2}),
-        (4, {"sizes": 4}, {"regions": "balanced", "balance": "always"}),
         (4, {"balance": "always"}, {"regions": "equal", "slack": math.inf}),
-        # A codec is compiled once for each size.
-        (4, {"sizes": 2}, {"codec": sc.wire.narrow16()}),
-        # It decodes more slots than it encodes, by a number that depends on the size.
-        (3, {"sizes": 2}, NARROW8),
         # Both have room for everything: sufficient slack, and unlimited slack.
         *(
             (5, {"schedule": "rotation", "messages_in_flight": n, "slack": math.inf}, {"slack": 10})
@@ -112,60 +100,11 @@ def test_the_result_has_the_same_bits(workers, changes, options):
         assert outs[0]["info"].delivered[0] == outs[1]["info"].delivered[0], case
 
 
-def expected_words(accs, k, sizes):
-    """By hand from the counts of equal regions: exact pairs, nothing to balance."""
-    workers, size = accs.shape
-    width = -(-size // workers)
-    chosen = np.argsort(-np.abs(accs), axis=1)[:, :k]
-    blocks = np.stack([np.bincount(row // width, minlength=workers) for row in chosen])
-    largest = (blocks - np.diag(np.diag(blocks))).max()
-    sums = np.zeros(size)
-    for acc, row in zip(accs, chosen, strict=True):
-        sums[row] += acc[row]
-    quota = np.bincount(np.argsort(-np.abs(sums))[:k] // width, minlength=workers).max()
-    plan = _plan.make_plan(size, k, workers, regions="equal", sizes=sizes)
-    assert max(largest, quota) <= plan.split_slots
-    split = next(slots for slots in plan.split_sizes if slots >= largest)
-    gather = next(slots for slots in plan.gather_sizes if slots >= quota)
-    threshold = sum(2 * (1 << width) for _, width in _plan.digits(k)) * (workers - 1) / workers
-    return (2 * split + 2 * gather + 1 + 3) * (workers - 1) + threshold
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
-def test_a_step_takes_the_shortest_that_has_room(seed):
-    workers, size, k, sizes = 4, 8000, 800, 5
-    # Each worker's regions are slightly uneven, in a different way for each seed.
-    rng = np.random.default_rng(seed)
-    accs = rng.standard_normal((workers, size)).astype(np.float32)
-    accs += rng.standard_normal(size).astype(np.float32) * np.float32(0.5)
-    allreduce = sc.allreduce.ok_topk(density=k / size, regions="equal", sizes=sizes)
-    out = helpers.run_once(sc.select.topk(density=k / size), allreduce, accs)
-    assert out["info"].overflow.max() == 0
-    assert out["info"].words[0] == pytest.approx(expected_words(accs, k, sizes), rel=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [4, 8])
-def test_even_steps_take_what_messages_of_exact_size_would(workers):
-    """These are 4 k (P-1)/P words, and the histograms of the threshold."""
-    size, k = 30_000, 12_000
-    # Every worker selects k / P entries of each region, which also has k / P of the largest sums.
-    accs = np.full((workers, size), 1e-3, np.float32)
-    value = np.linspace(1, 2, k // workers, dtype=np.float32)
-    regions = accs.reshape(workers, workers, size // workers)
-    regions[:, :, : k // workers] = value
-    allreduce = sc.allreduce.ok_topk(density=k / size, regions="equal", sizes=2)
-    out = helpers.run_once(sc.select.topk(density=k / size), allreduce, accs)
-    assert out["info"].delivered[0] == k
-    assert out["info"].words[0] <= 4.2 * k * (workers - 1) / workers
-
-
 @pytest.mark.slow
 def test_on_a_mesh_whose_groups_differ():
-    """All devices take part in a rotation, including groups that need less room."""
+    """All devices take part in a rotation, including groups that have nothing to balance."""
     mesh = helpers.mesh((2, 4), ("group", "workers"))
-    made = allreduce(sizes=2, schedule="rotation", regions="equal", slack=math.inf)
+    made = allreduce(schedule="rotation", regions="equal")
     even, crowded = np.random.default_rng(0).standard_normal((2, 4, SIZE)).astype(np.float32)
     crowded[:, 100:] *= 1e-3
 

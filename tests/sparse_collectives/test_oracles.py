@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import sparse_collectives as sc
-from sparse_collectives.allreduce._shared import _hashed, _reduce
-from sparse_collectives.allreduce._shared._reduce import StepState
+from sparse_collectives import _hash
+from sparse_collectives.allreduce._parts import _hashed
+from sparse_collectives.allreduce._parts._frame import StepState
 from tests.reference import exchanges, windows
 from tests.sparse_collectives import helpers, table
 from tests.sparse_collectives.helpers import as_entries, slow_rows
@@ -38,7 +39,7 @@ def of_topk_a(selected, k, step):
 
 
 def of_sparse_allgather(selected, k, step):
-    first = windows.start(int(_reduce.turn(jnp.int32(step), 0)), len(selected))
+    first = windows.start(int(_hash.turn(jnp.int32(step), 0)), len(selected))
     total, kept = exchanges.sparse_allgather(selected, SIZE, first)
     return total, kept, {"overflow": (kept != 0).sum(axis=1), "useful": gathered(selected)}
 
@@ -112,7 +113,7 @@ def exact_total(sent):
 )
 def test_dense_regions_are_sent_where_the_union_passes_delta(case, dense):
     workers, size = 4, 400
-    allreduce = table.make("dsar_split_allgather", slack=math.inf, sparse_sizes=2)
+    allreduce = table.make("dsar_split_allgather", slack=math.inf)
     acc = helpers.hard_accumulators(workers, size)[case]
     out = helpers.run_once(sc.select.topk(density=0.2), allreduce, acc)
     np.testing.assert_allclose(out["total"][0], exact_total(out["sent"]), atol=1e-5)
@@ -132,7 +133,7 @@ def test_dense_regions_are_sent_where_the_union_passes_delta(case, dense):
 
 def test_the_switch_is_where_both_messages_have_the_same_words():
     """With 16-bit values a dense region is half as long, and delta half as large."""
-    allreduce = sc.allreduce.published.dsar_split_allgather(slack=math.inf, sparse_sizes=1)
+    allreduce = sc.allreduce.published.dsar_split_allgather(slack=math.inf)
 
     def step(values, indices):
         state = StepState(jnp.int32(0))

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import sparse_collectives as sc
 from sparse_collectives import _data
-from sparse_collectives._coo import _bitset, _compaction
-from sparse_collectives.allreduce._shared import _merge
+from sparse_collectives._sparse_ops import _bitset, _compaction
+from sparse_collectives.allreduce._parts import _merge
 from tests import jax_internals
 from tests.reference import windows
 

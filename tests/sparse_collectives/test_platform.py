@@ -7,8 +7,8 @@ import pytest
 
 import sparse_collectives as sc
 from sparse_collectives import _platform
-from sparse_collectives._coo import _bits, _kth_magnitude
-from sparse_collectives._coo._running import running_sum
+from sparse_collectives._sparse_ops import _bits, _kth_magnitude
+from sparse_collectives._sparse_ops._bits import running_sum
 from tests.sparse_collectives import helpers, table
 
 RNG = np.random.default_rng(0)

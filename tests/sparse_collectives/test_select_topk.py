@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparse_collectives._coo import _kth_magnitude
+from sparse_collectives._sparse_ops import _kth_magnitude
 from tests.reference import selection
 from tests.sparse_collectives.helpers import slow, slow_rows
 from tests.sparse_collectives.selecting import (

@@ -209,7 +209,7 @@ def test_steps_and_seeds_differ():
 @pytest.mark.parametrize("same", [True, False])
 def test_workers_agree_or_differ_by_option(same):
     axis = None if same else "workers"
-    selector = sc.select.random_k(density=0.1, same_on_all_workers=same, axis=axis)
+    selector = sc.select.random_k(density=0.1, axis=axis)
     select = sc.simulate(selector.select, axis_size=4, in_axes=(0, None))
     indices = np.asarray(select(jnp.ones((4, SIZE)), selector.init(SIZE))[0].indices)
     for left in range(4):

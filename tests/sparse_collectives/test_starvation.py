@@ -24,8 +24,8 @@ import numpy as np
 import pytest
 
 import sparse_collectives as sc
-from sparse_collectives.allreduce._shared import _reduce
-from sparse_collectives.allreduce.ok_topk import _global_selection
+from sparse_collectives import _hash
+from sparse_collectives.allreduce._ok_topk import _global_selection
 from sparse_collectives.wire import _gaps
 from tests.reference.windows import PERIODS, crowds, longest_run, longest_wait
 from tests.sparse_collectives import table
@@ -48,7 +48,7 @@ def _of_gaps(mask, count, watched, capacity):
     form = _gaps.GapFormat(base=255, digit_bits=8, digits=1)
     coo = _gaps.as_rows(_entries(mask))
     # One slot more, since there may be an escape at the joint of a window.
-    slots = _gaps.lay_out(coo, capacity + 1, form, _reduce.turn(count, 0))
+    slots = _gaps.lay_out(coo, capacity + 1, form, _hash.turn(count, 0))
     place = jnp.where(coo.indices[0] == 100 + watched, slots.place[0], capacity + 1)
     return jnp.any(place <= capacity)
 
@@ -58,7 +58,7 @@ def _of_global_selection(mask, count, watched, capacity):
 
     def worker(bits):
         selection = _global_selection.select_global(
-            bits, jnp.int32(1), 2 * capacity, jnp.int32(0), "workers", _reduce.turn(count, 2)
+            bits, jnp.int32(1), 2 * capacity, jnp.int32(0), "workers", _hash.turn(count, 2)
         )
         return selection.mask
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sparse_collectives as sc
-from tests.sparse_collectives.helpers import slow, slow_but
+from tests.sparse_collectives.helpers import slow_but
 
 LARGEST = 2**31 - 1
 SLOTS = 24
@@ -176,13 +176,12 @@ RANDOM = {
     "qsgd 4": sc.wire.qsgd(bits=4, bucket=16),
     "qsgd 8": sc.wire.qsgd(bits=8, bucket=16),
     "qsgd 4 l2": sc.wire.qsgd(bits=4, bucket=16, norm="l2"),
-    "narrow8": sc.wire.narrow8(block=16, stochastic=True),
 }
 # Steps and positions by which two draws differ; a bucket has 16.
 LAGS = [(0, 1), (1, 0), (1, 1), (0, 2), (16, 0), (0, 16)]
 
 
-@pytest.mark.parametrize("name", [name for name in RANDOM if name != "narrow8"] + slow("narrow8"))
+@pytest.mark.parametrize("name", RANDOM)
 def test_the_mean_over_ten_thousand_draws_is_the_value(name):
     codec = RANDOM[name]
     rng = np.random.default_rng(0)

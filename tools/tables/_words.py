@@ -8,7 +8,7 @@ from ._data import LABELS, Rows, blank_repeats, by, read
 
 ALGORITHMS = ("dense", *LABELS["words"], "ssar_recursive_double", "ssar_split_allgather")
 ALGORITHMS += ("dsar_split_allgather", "ring_sparse", "gtopk", "spardl", "ok_topk")
-ALGORITHMS += ("complete(ok_topk)",)
+ALGORITHMS += ("full_sums(ok_topk)",)
 COUNTS = {"even": "even", "spread": "uneven, a surplus redistributed", "worst": "worst"}
 SHORT = ("dense", "topk_a", "ok_topk", "agreed", "agreed, few bits")
 
@@ -47,7 +47,7 @@ def table_words_by_codec() -> Rows:
 
 def table_where_the_bound_holds() -> Rows:
     """Ok-Topk over n and P, by what has to be balanced; bold is what exceeds the bound."""
-    cases = ("rounds", "neighbours", "spread", "worst", "sizes")
+    cases = ("rounds", "neighbours", "spread", "worst")
 
     def multiple(value: float) -> str:
         return f"**{value:.2f}**" if value > 6 else f"{value:.2f}"

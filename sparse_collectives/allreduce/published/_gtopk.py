@@ -3,13 +3,12 @@
 import jax
 import jax.numpy as jnp
 
-from sparse_collectives import _data, _validation, transport, wire
-from sparse_collectives._coo import _kth_magnitude
+from sparse_collectives import _data, _hash, _validation, transport, wire
 from sparse_collectives._data import PaddedCOO
+from sparse_collectives._sparse_ops import _kth_magnitude
 from sparse_collectives._spec import Spec
-from sparse_collectives._types import AxisName, Codec, SparseAllreduce
-from sparse_collectives.allreduce._shared import _merge, _messages, _reduce, _replicas
-from sparse_collectives.allreduce._shared._reduce import StepState
+from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce, Undelivered
+from sparse_collectives.allreduce._parts import _frame, _merge, _messages, _replicas
 from sparse_collectives.transport import _dispatch
 
 
@@ -31,13 +30,12 @@ def gtopk(density: float, *, codec: Codec | None = None) -> SparseAllreduce:
     several times. It keeps nothing of the entries that it sent. So nothing is lost: an
     entry waits in the residual of the worker that dropped it.
 
-    Cost: as a mean over the workers 2 k (P-1)/P words received in the reduction and
-    as many in the broadcast, plus about k log2(P) / P; this is ``info.words``. The
-    workers do not share it evenly: worker 0 receives 2 k ceil(log2 P) in the
-    reduction, one message after the other, as in the paper, whose bound for both
-    parts is 4 k log2 P words. The broadcast (:mod:`._replicas`) takes 4 k at most on
-    any worker, and the paper's takes 2 k log2 P. Latency: 2 ceil(log2 P)
-    messages and an allgather. Memory: ``undelivered`` has k slots for each level.
+    Cost: as a mean over the workers 2 k (P-1)/P words received in the reduction and as many in the
+    broadcast, plus about k log2(P) / P; this is ``info.words``. The workers do not share it evenly:
+    worker 0 receives 2 k ceil(log2 P) in the reduction, one message after the other, as in the
+    paper, whose bound for both parts is 4 k log2 P words. The broadcast (:mod:`._replicas`) takes 4
+    k at most on any worker, and the paper's takes 2 k log2 P. Latency: 2 ceil(log2 P) messages and
+    an allgather. Memory: ``undelivered`` has k slots for each level.
 
     Args:
       density: k / n of the result and of each message, in (0, 1]. If a selection has
@@ -46,10 +44,9 @@ def gtopk(density: float, *, codec: Codec | None = None) -> SparseAllreduce:
         the rounding errors of a lossy codec and the entries that it leaves out.
 
     Returns:
-      A :class:`SparseAllreduce`; its total is an ascending PaddedCOO (with an exact
-      codec) of at most k slots. ``info.threshold`` is the smallest magnitude in it,
-      ``info.overflow`` counts the entries that the codec left out of the message
-      of this worker.
+      A :class:`SparseAllreduce`; its total is an ascending PaddedCOO (with an exact codec) of at
+      most k slots. ``info.threshold`` is the smallest magnitude in it, ``info.overflow`` counts the
+      entries that the codec left out of the message of this worker.
 
     Raises:
       ValueError: a density outside (0, 1]; at ``reduce``, an axis that is not bound.
@@ -62,8 +59,8 @@ def gtopk(density: float, *, codec: Codec | None = None) -> SparseAllreduce:
     density = _validation.check_density(density)
     codec = wire.raw() if codec is None else codec
 
-    @_reduce.sums_in_range(exact=codec.exact)
-    def reduce(coo: PaddedCOO, state: StepState, *, axis: AxisName):
+    @_frame.sums_in_range(exact=codec.exact)
+    def reduce(coo: PaddedCOO, state: _frame.StepState, *, axis: AxisName):
         workers = transport.axis_size(axis)
         me = transport.axis_index(axis)
         k = _validation.count_from_density(density, coo.size)
@@ -77,7 +74,7 @@ def gtopk(density: float, *, codec: Codec | None = None) -> SparseAllreduce:
             pairs = [(w, w - distance) for w in range(distance, workers, 2 * distance)]
             sends = me % (2 * distance) == distance
             receives = (me % (2 * distance) == 0) & (me + distance < workers)
-            encoded = codec.encode(own, _reduce.seed(state.count, level, me))
+            encoded = codec.encode(own, _hash.seed(state.count, level, me))
             with jax.named_scope("gtopk/reduce"):
                 message = transport.ppermute(encoded.message, axis, pairs)
             words += _dispatch.words_of_ppermute(encoded.message.size, workers, pairs)
@@ -98,7 +95,7 @@ def gtopk(density: float, *, codec: Codec | None = None) -> SparseAllreduce:
         if workers == 1:
             total, _, _ = _replicas.of_one_worker(own, axis)
         else:
-            encoded = codec.encode(own, _reduce.seed(state.count, levels, 0))
+            encoded = codec.encode(own, _hash.seed(state.count, levels, 0))
             with jax.named_scope("gtopk/broadcast"):
                 message = _replicas.from_first(encoded.message, axis)
             broadcast = _replicas.words_from_first(encoded.message.size, workers)
@@ -111,13 +108,11 @@ def gtopk(density: float, *, codec: Codec | None = None) -> SparseAllreduce:
                 overflow += jnp.where(me == 0, _messages.unsent_count(own, encoded), 0)
 
         threshold = _kth_magnitude.smallest_magnitude(total)
-        info = _messages.info(total, words, useful=useful, overflow=overflow, threshold=threshold)
-        undelivered = _messages.nothing(coo, kept)
-        return total, undelivered, StepState(state.count + 1), info
+        info = ReduceInfo.of(total, words, useful=useful, overflow=overflow, threshold=threshold)
+        undelivered = Undelivered.of(coo, others=kept)
+        return total, undelivered, _frame.StepState(state.count + 1), info
 
-    return SparseAllreduce(
-        _reduce.init, reduce, spec=Spec.of("gtopk", density=density, codec=codec)
-    )
+    return SparseAllreduce(_frame.init, reduce, spec=Spec.of("gtopk", density=density, codec=codec))
 
 
 def _sum(own: PaddedCOO, received: PaddedCOO) -> PaddedCOO:

@@ -2,18 +2,17 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 
-from sparse_collectives import _validation, transport, wire
-from sparse_collectives._coo import _compaction
+from sparse_collectives import _hash, _validation, transport, wire
 from sparse_collectives._data import PaddedCOO
+from sparse_collectives._sparse_ops import _compaction
 from sparse_collectives._spec import Spec
-from sparse_collectives._types import AxisName, Codec, SparseAllreduce
-from sparse_collectives.allreduce._shared import (
+from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce, Undelivered
+from sparse_collectives.allreduce._parts import (
     _equal_regions,
-    _messages,
-    _reduce,
-    _replicas,
+    _frame,
     _slots,
     _stream,
 )
@@ -55,30 +54,23 @@ def ring_sparse(
       ``slack=math.inf, fill=math.inf`` everything is delivered, whatever the indices are.
 
     Raises:
-      ValueError: an argument out of its range; at ``reduce``, an axis that is not
-        bound.
+      ValueError: an argument out of its range; at ``reduce``, an axis that is not bound.
 
     References:
-      Renggli et al., `SparCML: High-Performance Sparse Communication for Machine
-      Learning <https://doi.org/10.1145/3295500.3356222>`_, SC 2019.
+      Renggli et al., `SparCML <https://doi.org/10.1145/3295500.3356222>`_, SC 2019.
     """
     slack = _validation.check_number("slack", slack, 1.0, math.inf)
     fill = None if fill is None else _validation.check_number("fill", fill, 1.0, math.inf)
     codec = wire.raw() if codec is None else codec
 
-    @_reduce.sums_in_range(exact=codec.exact, float64=True)
-    def reduce(coo: PaddedCOO, state: _reduce.StepState, *, axis: AxisName):
-        workers = transport.axis_size(axis)
-        next_state = _reduce.StepState(state.count + 1)
-        if workers == 1:
-            total, undelivered, info = _replicas.of_one_worker(coo, axis)
-            return total, undelivered, next_state, info
-        me = transport.axis_index(axis)
+    @_frame.counted(exact=codec.exact, float64=True)
+    def reduce(coo: PaddedCOO, count: jax.Array, *, axis: AxisName):
+        workers, me = transport.axis_size(axis), transport.axis_index(axis)
         dtype = coo.values.dtype
         regions = _slots.make_regions(coo.size, workers)
         capacity = _slots.block_slots(coo.capacity, regions, slack)
         neighbours = [(source, (source + 1) % workers) for source in range(workers)]
-        blocks = _equal_regions.split(coo, regions, capacity, _reduce.turn(state.count, 0))
+        blocks = _equal_regions.split(coo, regions, capacity, _hash.turn(count, 0))
         overflow = coo.count() - jnp.sum(blocks.sent, dtype=jnp.int32)
         unsent = jnp.where(blocks.sent, jnp.zeros_like(coo.values), coo.values)
         kept = []
@@ -88,7 +80,7 @@ def ring_sparse(
             return PaddedCOO(blocks.coo.values[region], blocks.coo.indices[region], regions.width)
 
         def encode(partial, stage, region, receivers):
-            sent = _stream.encode(partial, codec, _reduce.seed(state.count, stage, me))
+            sent = _stream.encode(partial, codec, _hash.seed(count, stage, me))
             useful.append(receivers * sent.useful)
             if not codec.exact:
                 kept.append(_equal_regions.from_region(sent.lost, regions, region))
@@ -107,9 +99,7 @@ def ring_sparse(
             partial = _stream.add(received, block(region), most)
             if isinstance(partial, PaddedCOO):
                 slots = _slots.union_slots(coo.capacity, regions, stage + 2, slack, fill)
-                partial, left = _compaction.bounded(
-                    partial, slots, _reduce.turn(state.count, stage + 1)
-                )
+                partial, left = _compaction.bounded(partial, slots, _hash.turn(count, stage + 1))
                 if left.capacity:
                     kept.append(_equal_regions.from_region(left, regions, region))
                     overflow = overflow + left.count()
@@ -118,15 +108,14 @@ def ring_sparse(
         # The allgather.
         message = encode(partial, workers - 1, region, workers - 1)
         words += _dispatch.words_of_all_gather(message.size, workers)
-        sparse = isinstance(partial, PaddedCOO)
-        gather = _equal_regions.gather if sparse else _equal_regions.gather_dense
-        total = gather(message, regions, dtype, axis=axis, codec=codec)
+        dense = not isinstance(partial, PaddedCOO)
+        total = _equal_regions.gather(message, regions, dtype, axis=axis, codec=codec, dense=dense)
 
         filled = sum(useful, jnp.float32(0))
-        info = _messages.info(total, words, useful=filled, overflow=overflow)
-        undelivered = _messages.of_slots(coo, unsent, kept)
-        return total, undelivered, next_state, info
+        info = ReduceInfo.of(total, words, useful=filled, overflow=overflow)
+        undelivered = Undelivered.of(coo, unsent, kept)
+        return total, undelivered, info
 
     return SparseAllreduce(
-        _reduce.init, reduce, spec=Spec.of("ring_sparse", slack=slack, fill=fill, codec=codec)
+        _frame.init, reduce, spec=Spec.of("ring_sparse", slack=slack, fill=fill, codec=codec)
     )

@@ -5,12 +5,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_collectives import _hash, transport, wire
-from sparse_collectives._coo import _bitset
 from sparse_collectives._data import PaddedCOO
+from sparse_collectives._sparse_ops import _bitset
 from sparse_collectives._spec import Spec
-from sparse_collectives._types import AxisName, Codec, SparseAllreduce
-from sparse_collectives.allreduce._shared import _messages, _reduce, _replicas
-from sparse_collectives.allreduce._shared._reduce import StepState
+from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce, Undelivered
+from sparse_collectives.allreduce._parts import _frame, _messages
 from sparse_collectives.transport import _dispatch
 
 
@@ -38,9 +37,8 @@ def sparse_allgather(*, codec: Codec | None = None) -> SparseAllreduce:
         one, and the entries that it leaves out, are in ``undelivered``.
 
     Returns:
-      A :class:`SparseAllreduce`; its total is a PaddedCOO of P c slots with unique
-      indices, in the order of the workers. ``undelivered`` has no entries other than
-      those in the selection.
+      A :class:`SparseAllreduce`; its total is a PaddedCOO of P c slots with unique indices, in the
+      order of the workers. ``undelivered`` has no entries other than those in the selection.
 
     Raises:
       ValueError: at ``reduce``, an axis that is not bound.
@@ -51,19 +49,15 @@ def sparse_allgather(*, codec: Codec | None = None) -> SparseAllreduce:
     """
     codec = wire.raw() if codec is None else codec
 
-    def reduce(coo: PaddedCOO, state: StepState, *, axis: AxisName):
-        workers = transport.axis_size(axis)
-        new_state = StepState(state.count + 1)
-        if workers == 1:
-            total, undelivered, _ = _replicas.of_one_worker(coo, axis)
-            return total, undelivered, new_state, _messages.info(total, 0.0)
-        me = transport.axis_index(axis)
-        encoded = codec.encode(coo, _reduce.seed(state.count, 0, me))
+    @_frame.counted(float64=True, adds=False)
+    def reduce(coo: PaddedCOO, count: jax.Array, *, axis: AxisName):
+        workers, me = transport.axis_size(axis), transport.axis_index(axis)
+        encoded = codec.encode(coo, _hash.seed(count, 0, me))
         with jax.named_scope("sparse_allgather"):
             gathered = transport.all_gather(encoded.message, axis)
         everyone = codec.decode(gathered, coo.size, coo.values.dtype)
 
-        first = _hash.below(_reduce.turn(state.count, 0), jnp.int32(workers))
+        first = _hash.below(_hash.turn(count, 0), jnp.int32(workers))
         taken = _taken_before(everyone, first)
         total = PaddedCOO(
             jnp.where(taken, 0, everyone.values).reshape(-1),
@@ -77,17 +71,16 @@ def sparse_allgather(*, codec: Codec | None = None) -> SparseAllreduce:
         )
         late = late & encoded.sent
         lost = _messages.kept_by_sender(coo, encoded)
-        undelivered = _messages.of_slots(coo, jnp.where(late, coo.values, lost.values))
+        undelivered = Undelivered.of(coo, jnp.where(late, coo.values, lost.values))
         overflow = _messages.unsent_count(coo, encoded) + jnp.sum(late, dtype=jnp.int32)
         words = _dispatch.words_of_all_gather(encoded.message.size, workers)
         entries = jnp.sum(encoded.sent, dtype=jnp.int32)
         useful = _messages.useful_words(words, entries, coo.capacity)
-        info = _messages.info(total, words, useful=useful, overflow=overflow)
-        return total, undelivered, new_state, info
+        info = ReduceInfo.of(total, words, useful=useful, overflow=overflow)
+        return total, undelivered, info
 
-    return SparseAllreduce(
-        _reduce.init, reduce, spec=Spec.of("sparse_allgather", codec=codec), keeps_others=False
-    )
+    spec = Spec.of("sparse_allgather", codec=codec)
+    return SparseAllreduce(_frame.init, reduce, spec=spec, may_keep_partial_sums=False)
 
 
 def _taken_before(coo: PaddedCOO, first: jax.Array) -> jax.Array:

@@ -5,13 +5,13 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from sparse_collectives import _compat, _data, _validation, transport, wire
-from sparse_collectives._coo import _compaction
+from sparse_collectives import _compat, _data, _hash, _validation, transport, wire
 from sparse_collectives._data import PaddedCOO
+from sparse_collectives._sparse_ops import _compaction
 from sparse_collectives._spec import Spec
-from sparse_collectives._types import AxisName, Codec, SparseAllreduce
-from sparse_collectives.allreduce._shared import _messages, _reduce, _replicas, _stream
-from sparse_collectives.allreduce._shared._stream import Stream
+from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce, Undelivered
+from sparse_collectives.allreduce._parts import _frame, _replicas, _stream
+from sparse_collectives.allreduce._parts._stream import Stream
 from sparse_collectives.transport import _dispatch
 
 
@@ -25,22 +25,20 @@ def ssar_recursive_double(
     largest power of two up to P, the last P - Q workers first send their selections to the
     first ones and receive the result at the end (appendix A).
 
-    Messages grow with the union: round t has ``2^t c`` slots (up to twice that
-    if P is not a power of two), c being the slots of the selection, or ``capacity``
-    if that is less. If so many pairs would take more words than a dense vector, the message
-    is dense, and so are all that follow (section 5.1). One of the workers that hold a sum
-    keeps the entries that find no slot and the losses of the codec; which entries wait
-    changes from step to step.
+    Messages grow with the union: round t has ``2^t c`` slots (up to twice that if P is not a power
+    of two), c being the slots of the selection, or ``capacity`` if that is less. If so many pairs
+    would take more words than a dense vector, the message is dense, and so are all that follow
+    (section 5.1). One of the workers that hold a sum keeps the entries that find no slot and the
+    losses of the codec; which entries wait changes from step to step.
 
     Cost in the alpha-beta model, in words of ``raw``: ``min(2^(t+1) c, n)`` words received
     in round t, ``2 c (P-1)`` in all if none is dense, ``2 capacity log2(P)`` with a bound;
     log2(P) latencies. If P is not a power of two, there are two more messages and latencies,
     and the last message is as long as the total.
 
-    Under ``shard_map(check_vma=True)`` the total has to be typed as replicated. This
-    takes an allgather of its slots in Q parts: ``L (P-1)/Q`` more words for a total of L
-    words, but no message at the end if P is not a power of two. With
-    ``check_vma=False`` nothing is added.
+    Under ``shard_map(check_vma=True)`` the total has to be typed as replicated. This takes an
+    allgather of its slots in Q parts: ``L (P-1)/Q`` more words for a total of L words, but no
+    message at the end if P is not a power of two. With ``check_vma=False`` nothing is added.
 
     Args:
       capacity: the most slots of a sparse message and of a sparse total. By default there is
@@ -52,25 +50,18 @@ def ssar_recursive_double(
       with ``P c`` or ``capacity`` slots, or ``f[n]`` if that takes fewer words.
 
     Raises:
-      ValueError: an argument out of its range; at ``reduce``, an axis that is not
-        bound.
+      ValueError: an argument out of its range; at ``reduce``, an axis that is not bound.
 
     References:
-      Renggli et al., `SparCML: High-Performance Sparse Communication for Machine
-      Learning <https://doi.org/10.1145/3295500.3356222>`_, SC 2019.
+      Renggli et al., `SparCML <https://doi.org/10.1145/3295500.3356222>`_, SC 2019.
     """
     if capacity is not None:
         capacity = _validation.check_positive_int("capacity", capacity)
     codec = wire.raw() if codec is None else codec
 
-    @_reduce.sums_in_range(exact=codec.exact, float64=True)
-    def reduce(coo: PaddedCOO, state: _reduce.StepState, *, axis: AxisName):
-        workers = transport.axis_size(axis)
-        next_state = _reduce.StepState(state.count + 1)
-        if workers == 1:
-            total, undelivered, info = _replicas.of_one_worker(coo, axis)
-            return total, undelivered, next_state, info
-        me = transport.axis_index(axis)
+    @_frame.counted(exact=codec.exact, float64=True)
+    def reduce(coo: PaddedCOO, count: jax.Array, *, axis: AxisName):
+        workers, me = transport.axis_size(axis), transport.axis_index(axis)
         members = 1 << (workers.bit_length() - 1)
         surplus = workers - members
         most_slots = coo.size if capacity is None else min(capacity, coo.size)
@@ -87,7 +78,7 @@ def ssar_recursive_double(
             """The entries that have a slot, and the number of entries without one."""
             if not isinstance(stream, PaddedCOO):
                 return stream, jnp.zeros((), jnp.int32)
-            turn = _reduce.turn(state.count, stage)
+            turn = _hash.turn(count, stage)
             entries, left = _compaction.bounded(stream, most_slots, turn)
             left = one_of(group, left) if group else left
             kept.extend([left] if left.capacity else [])
@@ -95,7 +86,7 @@ def ssar_recursive_double(
 
         def encode(stream, stage, sender, keeper):
             """The message, and the stream that each receiver decodes from it."""
-            sent = _stream.encode(stream, codec, _reduce.seed(state.count, stage, sender))
+            sent = _stream.encode(stream, codec, _hash.seed(count, stage, sender))
             if codec.exact:
                 return sent, stream
             kept.append(keeper(sent.lost))
@@ -154,16 +145,13 @@ def ssar_recursive_double(
             useful += jnp.where(me < surplus, sent.useful, 0.0)
             total = _choose(me < members, own, send(sent.message, total, back))
 
-        undelivered = _messages.nothing(coo, kept)
-        info = _messages.info(total, words, useful=useful, overflow=overflow)
-        return total, undelivered, next_state, info
+        undelivered = Undelivered.of(coo, others=kept)
+        info = ReduceInfo.of(total, words, useful=useful, overflow=overflow)
+        return total, undelivered, info
 
-    return SparseAllreduce(
-        _reduce.init,
-        reduce,
-        spec=Spec.of("ssar_recursive_double", capacity=capacity, codec=codec),
-        keeps_others=capacity is not None or not codec.exact,
-    )
+    spec = Spec.of("ssar_recursive_double", capacity=capacity, codec=codec)
+    partial = capacity is not None or not codec.exact
+    return SparseAllreduce(_frame.init, reduce, spec, may_keep_partial_sums=partial)
 
 
 def _choose(condition: jax.Array, chosen: Stream, otherwise: Stream) -> Stream:

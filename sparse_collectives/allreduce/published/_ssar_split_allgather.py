@@ -2,18 +2,18 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 
-from sparse_collectives import _data, _validation, transport, wire
-from sparse_collectives._coo import _bitset, _compaction
+from sparse_collectives import _data, _hash, _validation, transport, wire
 from sparse_collectives._data import PaddedCOO
+from sparse_collectives._sparse_ops import _bitset, _compaction
 from sparse_collectives._spec import Spec
-from sparse_collectives._types import AxisName, Codec, SparseAllreduce
-from sparse_collectives.allreduce._shared import (
+from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce, Undelivered
+from sparse_collectives.allreduce._parts import (
     _equal_regions,
+    _frame,
     _messages,
-    _reduce,
-    _replicas,
     _slots,
     _stream,
 )
@@ -41,10 +41,9 @@ def ssar_split_allgather(
     Args:
       slack: slots of a message as a multiple of its expected share, at least 1; from P
         on, or with ``math.inf``, a block has room for everything.
-      fill: the expected union of all selections as a multiple of c, at least 1: 1
-        if the workers select the same indices, P if they have none in common,
-        or ``math.inf`` for slots for everything. By default the union of uniformly random
-        indices, ``n (1 - (1 - c/n)^P)``.
+      fill: the expected union of all selections as a multiple of c, at least 1: 1 if the workers
+        select the same indices, P if they have none in common, or ``math.inf`` for slots for
+        everything. By default the union of uniformly random indices, ``n (1 - (1 - c/n)^P)``.
       codec: encoding of the messages, exact by default.
 
     Returns:
@@ -54,59 +53,49 @@ def ssar_split_allgather(
       the indices are.
 
     Raises:
-      ValueError: an argument out of its range; at ``reduce``, an axis that is not
-        bound.
+      ValueError: an argument out of its range; at ``reduce``, an axis that is not bound.
 
     References:
-      Renggli et al., `SparCML: High-Performance Sparse Communication for Machine
-      Learning <https://doi.org/10.1145/3295500.3356222>`_, SC 2019.
+      Renggli et al., `SparCML <https://doi.org/10.1145/3295500.3356222>`_, SC 2019.
     """
     slack = _validation.check_number("slack", slack, 1.0, math.inf)
     fill = None if fill is None else _validation.check_number("fill", fill, 1.0, math.inf)
     codec = wire.raw() if codec is None else codec
 
-    @_reduce.sums_in_range(exact=codec.exact, float64=True)
-    def reduce(coo: PaddedCOO, state: _reduce.StepState, *, axis: AxisName):
-        workers = transport.axis_size(axis)
-        next_state = _reduce.StepState(state.count + 1)
-        if workers == 1:
-            total, undelivered, info = _replicas.of_one_worker(coo, axis)
-            return total, undelivered, next_state, info
-        me = transport.axis_index(axis)
+    @_frame.counted(exact=codec.exact, float64=True)
+    def reduce(coo: PaddedCOO, count: jax.Array, *, axis: AxisName):
+        workers, me = transport.axis_size(axis), transport.axis_index(axis)
         dtype = coo.values.dtype
         regions = _slots.make_regions(coo.size, workers)
         capacity = _slots.block_slots(coo.capacity, regions, slack)
         slots = _slots.union_slots(coo.capacity, regions, workers, slack, fill)
-        turn = _reduce.turn(state.count, 1)
+        turn = _hash.turn(count, 1)
 
         split = _equal_regions.to_owners(
-            coo, regions, capacity, axis=axis, codec=codec, state=state
+            coo, regions, capacity, axis=axis, codec=codec, count=count
         )
         sums = split.sums
 
         # The allgather: of pairs, or dense if that is shorter.
-        room = min(slots, sums.capacity)
-        whole = _stream.goes_dense(codec, room, regions.width, dtype)
+        gather_slots = min(slots, sums.capacity)
+        whole = _stream.goes_dense(codec, gather_slots, regions.width, dtype)
         mine = sums.to_dense() if whole else _compaction.bounded(sums, slots, turn)[0]
-        outgoing = _stream.encode(mine, codec, _reduce.seed(state.count, 1, me))
+        outgoing = _stream.encode(mine, codec, _hash.seed(count, 1, me))
         delivered = split.sent
-        if whole:
-            total = _equal_regions.gather_dense(
-                outgoing.message, regions, dtype, axis=axis, codec=codec
-            )
-        else:
-            total = _equal_regions.gather(outgoing.message, regions, dtype, axis=axis, codec=codec)
-            if room < sums.capacity or not codec.exact:
-                # Entries that were sent and are in the total are delivered, the others are kept.
-                in_total = _bitset.insert(_bitset.empty(coo.size), total.indices, coo.size)
-                delivered = delivered & _bitset.contains(in_total, coo.indices)
+        total = _equal_regions.gather(
+            outgoing.message, regions, dtype, axis=axis, codec=codec, dense=whole
+        )
+        if isinstance(total, PaddedCOO) and (gather_slots < sums.capacity or not codec.exact):
+            # Entries that were sent and are in the total are delivered, the others are kept.
+            in_total = _bitset.insert(_bitset.empty(coo.size), total.indices, coo.size)
+            delivered = delivered & _bitset.contains(in_total, coo.indices)
         others = []
         if not codec.exact:
-            # Sums that the codec left out are not in the total: their parts are kept above.
+            # Sums that the codec left out are not in the total: their parts are kept in the slots.
             errors = _data.only_where(outgoing.sent, outgoing.lost)
-            others.append(_equal_regions.from_region(errors, regions, me))
+            others = [_equal_regions.from_region(errors, regions, me)]
         kept = jnp.where(delivered, split.error, coo.values)
-        undelivered = _messages.of_slots(coo, kept, others)
+        undelivered = Undelivered.of(coo, kept, others)
 
         gather_words = _dispatch.words_of_all_gather(outgoing.message.size, workers)
         useful = outgoing.useful * (gather_words / max(1, outgoing.message.size))
@@ -114,12 +103,11 @@ def ssar_split_allgather(
             split.words, _messages.Words(jnp.float32(gather_words), useful)
         )
         overflow = coo.count() - jnp.sum(delivered, dtype=jnp.int32)
-        info = _messages.info(total, words.received, useful=words.useful, overflow=overflow)
-        return total, undelivered, next_state, info
+        info = ReduceInfo.of(total, words.received, useful=words.useful, overflow=overflow)
+        return total, undelivered, info
 
-    return SparseAllreduce(
-        _reduce.init,
-        reduce,
-        spec=Spec.of("ssar_split_allgather", slack=slack, fill=fill, codec=codec),
-        keeps_others=not codec.exact,
+    spec, partial = (
+        Spec.of("ssar_split_allgather", slack=slack, fill=fill, codec=codec),
+        not codec.exact,
     )
+    return SparseAllreduce(_frame.init, reduce, spec, may_keep_partial_sums=partial)

@@ -4,13 +4,8 @@ They are here to run the systems of the papers and to compare with them. docs/se
 what each of them selects, and its limits.
 """
 
-from sparse_collectives.select.published._adtopk import adtopk
-from sparse_collectives.select.published._adtopk_interleaved import (
-    adtopk_interleaved,
-)
-from sparse_collectives.select.published._adtopk_threshold import (
-    adtopk_threshold,
-)
+from sparse_collectives.select.published._adtopk import adtopk, adtopk_interleaved
+from sparse_collectives.select.published._adtopk_threshold import adtopk_threshold
 from sparse_collectives.select.published._dgc import dgc
 from sparse_collectives.select.published._gaussian_k import gaussian_k
 from sparse_collectives.select.published._mstopk import mstopk

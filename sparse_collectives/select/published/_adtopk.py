@@ -1,21 +1,25 @@
 """ADTopk: every row of every layer sends its largest entries.
 
-Ming et al. call the rows of a layer's matrix its dimensions. A top-k of the
-whole layer leaves many of them out, and the features that they represent are not
-trained. Here each row sends its share, and at least one entry.
+Ming et al. call the rows of a layer's matrix its dimensions. A top-k of the whole layer leaves many
+of them out, and the features that they represent are not trained. Here each row sends its share,
+and at least one entry. In ADTopk-i rows and whole layers take turns.
 """
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from sparse_collectives import _validation
-from sparse_collectives._coo import _bits
+from sparse_collectives import _compat, _data, _validation
 from sparse_collectives._data import Layout, as_layout
+from sparse_collectives._sparse_ops import _bits
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import SelectInfo, Selector
-from sparse_collectives.select._shared import _layers, _rows
+from sparse_collectives.select import _rows
+from sparse_collectives.select._layerwise import LayersState, init_layers, layerwise, select_layers
+from sparse_collectives.select._topk import topk
 
 
 def adtopk(density: float, *, row_axis: int = -1) -> Selector:
@@ -28,10 +32,9 @@ def adtopk(density: float, *, row_axis: int = -1) -> Selector:
     a row of zeros sends nothing. NaN counts as larger than infinity.
 
     Args:
-      density: the share taken from each row, in (0, 1]. A row shorter than 1 /
-        density still sends one entry. With narrow layers, more than ``density * n``
-        entries are therefore selected, and an allreduce that should deliver all of
-        them needs a density that covers them.
+      density: the share taken from each row, in (0, 1]. A row shorter than 1 / density still sends
+        one entry. With narrow layers, more than ``density * n`` entries are therefore selected, and
+        an allreduce that should deliver all of them needs a density that covers them.
       row_axis: the axis of a layer's shape that numbers its rows. In flax the last
         axis holds the output channels; PyTorch's layout has them first.
 
@@ -65,7 +68,7 @@ def adtopk(density: float, *, row_axis: int = -1) -> Selector:
     density = _validation.check_density(density)
     row_axis = _validation.check_integer("row_axis", row_axis)
 
-    def init(size: int | Layout) -> _layers.LayersState:
+    def init(size: int | Layout) -> LayersState:
         layout = as_layout(size)
         for shape in layout.shapes:
             if len(shape) > 1 and not -len(shape) <= row_axis < len(shape):
@@ -73,18 +76,98 @@ def adtopk(density: float, *, row_axis: int = -1) -> Selector:
                     f"row_axis={row_axis} is not an axis of a layer of shape {shape}. Use -1 for "
                     "the last axis of every layer, or 0 for the first."
                 )
-        return _layers.init_layers(layout, lambda shape: ())
+        return init_layers(layout, lambda shape: ())
 
-    def select(acc: jax.Array, state: _layers.LayersState):
+    def select(acc: jax.Array, state: LayersState):
         def of_layer(layer, shape, state):
             places, info = rows_of_layer(layer, shape, density, row_axis)
             return places, state, info
 
         acc = _validation.as_vector("acc", acc)
         capacity = sum(count_of_layer(s, density, row_axis) for s in state.layout.shapes)
-        return _layers.select_layers(acc, state, of_layer, capacity)
+        return select_layers(acc, state, of_layer, capacity)
 
     return Selector(init, select, spec=Spec.of("adtopk", density=density, row_axis=row_axis))
+
+
+class ADTopkInterleavedState(NamedTuple):
+    """State of :func:`adtopk_interleaved`.
+
+    Attributes:
+      count: ``i32[]``, steps taken; if it is even, the step selects by row.
+      rows: the state of the selection by row.
+      layers: the state of the selection by layer.
+    """
+
+    count: jax.Array
+    rows: LayersState
+    layers: LayersState
+
+
+def adtopk_interleaved(density: float, *, row_axis: int = -1) -> Selector:
+    """Selects by row (:func:`adtopk`) and by layer (exact top-k) in turn.
+
+    A selection by row trains all features, and a selection by layer sends the
+    largest entries. In turn, neither slows the other down. All layers do the same in
+    a step; the first step selects by row.
+
+    Args:
+      density: as in :func:`adtopk`, for each row and for each layer.
+      row_axis: the axis of a layer's shape that numbers its rows.
+
+    Returns:
+      A :class:`Selector` whose ``init`` takes a :class:`sparse_collectives.Layout`, and whose state
+      is an :class:`ADTopkInterleavedState`.
+
+    Raises:
+      ValueError: as :func:`adtopk`.
+
+    Cost: the cost of :func:`adtopk` and of :func:`layerwise` with :func:`topk`, in
+    turn; under ``vmap`` (in :func:`sparse_collectives.simulate`) both at each step.
+
+    References:
+      Ming et al., ADTopk, HPDC 2024, section 4.2, Algorithm 1.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import sparse_collectives as sc
+      >>> selector = adtopk_interleaved(density=0.5)
+      >>> state, select = selector.init(sc.Layout(((2, 2),))), jax.jit(selector.select)
+      >>> acc = jnp.array([4.0, 1.0, 3.0, 2.0])
+      >>> coo, state, _ = select(acc, state)
+      >>> coo.indices.tolist(), select(acc, state)[0].indices.tolist()
+      ([0, 3], [0, 2])
+    """
+    by_row = adtopk(density=density, row_axis=row_axis)
+    by_layer = layerwise(topk(density=density))
+
+    def init(size: int | Layout) -> ADTopkInterleavedState:
+        return ADTopkInterleavedState(
+            jnp.zeros((), jnp.int32), by_row.init(size), by_layer.init(size)
+        )
+
+    def select(acc: jax.Array, state: ADTopkInterleavedState):
+        # The state varies over the workers; one made in the mapped function lacks that type.
+        state = _compat.varying_like(state, acc)
+        capacity = max(
+            jax.eval_shape(selector.select, acc, old)[0].capacity
+            for selector, old in ((by_row, state.rows), (by_layer, state.layers))
+        )
+
+        def rows():
+            coo, new, info = by_row.select(acc, state.rows)
+            return _data.widen(coo, capacity), new, state.layers, info
+
+        def layers():
+            coo, new, info = by_layer.select(acc, state.layers)
+            return _data.widen(coo, capacity), state.rows, new, info
+
+        coo, row_state, layer_state, info = lax.cond(state.count % 2 == 0, rows, layers)
+        return coo, ADTopkInterleavedState(state.count + 1, row_state, layer_state), info
+
+    return Selector(
+        init, select, spec=Spec.of("adtopk_interleaved", density=density, row_axis=row_axis)
+    )
 
 
 def rows_of_layer(
@@ -97,9 +180,9 @@ def rows_of_layer(
     places, threshold = _rows.largest_of_rows(matrix, k, axis)
     places = jnp.where(places < layer.size, place_of(places), layer.size)
     info = SelectInfo(
-        selected=jnp.sum(places < layer.size, dtype=jnp.int32),
-        overflow=jnp.zeros_like(places[0]),
-        threshold=_bits.magnitude_from_bits(jnp.min(threshold)),
+        jnp.sum(places < layer.size, dtype=jnp.int32),
+        jnp.zeros_like(places[0]),
+        _bits.magnitude_from_bits(jnp.min(threshold)),
     )
     return places, info
 

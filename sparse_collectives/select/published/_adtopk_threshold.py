@@ -8,11 +8,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_collectives import _compat, _data, _validation
-from sparse_collectives._coo import _bits, _compaction
 from sparse_collectives._data import Layout, as_layout
+from sparse_collectives._sparse_ops import _bits, _compaction
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import SelectInfo, Selector, State
-from sparse_collectives.select._shared import _layers, _thresholds
+from sparse_collectives.select import _thresholds
+from sparse_collectives.select._layerwise import LayersState, init_layers, select_layers
 from sparse_collectives.select._topk import topk
 from sparse_collectives.select.published._adtopk import count_of_layer, rows_of_layer
 
@@ -29,8 +30,7 @@ class ADTopkThresholdState(NamedTuple):
       count: ``i32[]``, steps taken.
       threshold: ``f32[]``, the magnitude that is reused.
       period: ``i32[]``, tau, turns between two evaluations.
-      steady: ``bool[]``, whether the last evaluation changed the threshold by less
-        than 10 %.
+      steady: ``bool[]``, whether the last evaluation changed the threshold by less than 10 %.
       exact: the state of the exact selection.
     """
 
@@ -87,9 +87,8 @@ def adtopk_threshold(
       row_axis: the axis of a layer's shape that numbers its rows.
 
     Returns:
-      A :class:`Selector` whose ``init`` takes a
-      :class:`sparse_collectives.Layout`, and whose state has an
-      :class:`ADTopkThresholdState` for each layer.
+      A :class:`Selector` whose ``init`` takes a :class:`sparse_collectives.Layout`, and whose state
+      has an :class:`ADTopkThresholdState` for each layer.
 
     Raises:
       ValueError: an argument is out of its range.
@@ -108,8 +107,8 @@ def adtopk_threshold(
     row_axis = _validation.check_integer("row_axis", row_axis)
     exact = topk(density=density)
 
-    def init(size: int | Layout) -> _layers.LayersState:
-        return _layers.init_layers(
+    def init(size: int | Layout) -> LayersState:
+        return init_layers(
             as_layout(size),
             lambda shape: ADTopkThresholdState(
                 count=jnp.zeros((), jnp.int32),
@@ -166,21 +165,11 @@ def adtopk_threshold(
         places, state, info = lax.switch(branch, (by_layer, by_row, evaluate, reuse))
         return places, state._replace(count=t), info
 
-    def select(acc: jax.Array, state: _layers.LayersState):
+    def select(acc: jax.Array, state: LayersState):
         # The state varies over the workers; one made in the mapped function lacks that type.
         state = _compat.varying_like(state, acc)
-        return _layers.select_layers(_validation.as_vector("acc", acc), state, of_layer)
+        return select_layers(_validation.as_vector("acc", acc), state, of_layer)
 
-    return Selector(
-        init,
-        select,
-        spec=Spec.of(
-            "adtopk_threshold",
-            density=density,
-            steps=steps,
-            warmup=warmup,
-            period=period,
-            headroom=headroom,
-            row_axis=row_axis,
-        ),
-    )
+    periods = {"steps": steps, "warmup": warmup, "period": period}
+    options = {"density": density, "headroom": headroom, "row_axis": row_axis}
+    return Selector(init, select, spec=Spec.of("adtopk_threshold", **periods, **options))

@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 
 from sparse_collectives import _validation
-from sparse_collectives._coo import _bits, _compaction, _kth_magnitude
-from sparse_collectives._data import Layout, PaddedCOO, as_layout
+from sparse_collectives._data import PaddedCOO
+from sparse_collectives._sparse_ops import _bits, _compaction, _kth_magnitude
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import SelectInfo, Selector
-from sparse_collectives.select import _topk
+from sparse_collectives.select import _frame, _topk
 
 # Sampled entries above the k-th magnitude that an estimate of it needs.
 _MIN_HITS = 64
@@ -26,12 +26,11 @@ _MIN_HITS = 64
 def dgc(density: float, *, sample_share: float = 0.01, seed: int = 0) -> Selector:
     r"""Selects at most k entries by a threshold from a random sample.
 
-    The sample has at least :math:`64 / density` entries, drawn with replacement and
-    again at each step; if that is n or more, all entries are the sample. The
-    threshold is exact for the sample. If fewer than k entries pass it, these are
-    selected; if more, the k largest of them, with ties broken by index. Zeros are
-    never selected. NaN counts as larger than infinity, in the sample and in the
-    selection, and hides no entry that is larger than the threshold.
+    The sample has at least :math:`64 / density` entries, drawn with replacement and again at each
+    step; if that is n or more, all entries are the sample. The threshold is exact for the sample.
+    If fewer than k entries pass it, these are selected; if more, the k largest of them, with ties
+    broken by index. Zeros are never selected. NaN counts as larger than infinity, in the sample and
+    in the selection, and hides no entry that is larger than the threshold.
 
     Args:
       density: k / n, in (0, 1]. At 1 every nonzero is selected.
@@ -48,12 +47,10 @@ def dgc(density: float, *, sample_share: float = 0.01, seed: int = 0) -> Selecto
       TypeError: density is not a number.
       ValueError: an argument is out of its range.
 
-    Cost: one pass over n entries, 31 over the sample and 31 over the candidates,
-    a few more than k.
+    Cost: one pass over n entries, 31 over the sample and 31 over the candidates, a few more than k.
 
     References:
-      Lin et al. 2018, "Deep Gradient Compression", section 5 (hierarchical
-      threshold selection).
+      Lin et al. 2018, "Deep Gradient Compression", section 5 (hierarchical threshold selection).
 
     Example:
       >>> import jax.numpy as jnp
@@ -68,14 +65,8 @@ def dgc(density: float, *, sample_share: float = 0.01, seed: int = 0) -> Selecto
         raise ValueError("sample_share must be above 0, got 0. Write for example 0.01 for 1 %.")
     seed = _validation.check_positive_int("seed", seed, minimum=0)
 
-    def init(size: int | Layout) -> jax.Array:
-        as_layout(size)
-        return jnp.zeros((), jnp.int32)
-
-    def select(acc: jax.Array, state: jax.Array):
-        acc = _validation.as_vector("acc", acc)
+    def choose(acc: jax.Array, k: int, turn: jax.Array):
         size = acc.shape[0]
-        k = _validation.count_from_density(density, size)
         sampled = max(math.ceil(sample_share * size), math.ceil(_MIN_HITS * size / k))
         if k == size:
             threshold_bits = jnp.zeros((), jnp.int32)
@@ -85,18 +76,17 @@ def dgc(density: float, *, sample_share: float = 0.01, seed: int = 0) -> Selecto
             if sampled >= size:
                 threshold_bits = _kth_magnitude.kth_magnitude_bits(acc, k)
             else:
-                threshold_bits = _sampled_threshold_bits(acc, k, sampled, seed, state)
+                threshold_bits = _sampled_threshold_bits(acc, k, sampled, seed, turn)
             # 2. The entries that pass it, and the k largest of them.
             slots = min(size, _candidate_slots(k, k * min(sampled, size) / size))
-            candidates, count = _compaction.compact(acc, threshold_bits, capacity=slots, turn=state)
+            candidates, count = _compaction.compact(acc, threshold_bits, capacity=slots, turn=turn)
             coo = _largest(candidates, k)
         selected = coo.count()
         threshold = _bits.magnitude_from_bits(threshold_bits)
-        return coo, state + 1, SelectInfo(selected, count - selected, threshold)
+        return coo, SelectInfo(selected, count - selected, threshold)
 
-    return Selector(
-        init, select, spec=Spec.of("dgc", density=density, sample_share=sample_share, seed=seed)
-    )
+    spec = Spec.of("dgc", density=density, sample_share=sample_share, seed=seed)
+    return _frame.counted(choose, density, spec)
 
 
 def _candidate_slots(k: int, hits: float) -> int:

@@ -1,10 +1,9 @@
 """Gaussian-k: the threshold that a normal distribution would have.
 
-Shi et al. 2019 fit a normal distribution to the accumulator and select by its
-percent-point function. This needs the mean and the standard deviation but no
-search. It is as good as the fit: if the distribution of a gradient has a sharper
-peak and other tails than a normal one, the count is far from k. The published
-fix lowers the threshold until 3k/4 entries pass.
+Shi et al. 2019 fit a normal distribution to the accumulator and select by its percent-point
+function. This needs the mean and the standard deviation but no search. It is as good as the fit: if
+the distribution of a gradient has a sharper peak and other tails than a normal one, the count is
+far from k. The published fix lowers the threshold until 3k/4 entries pass.
 """
 
 import math
@@ -15,11 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_collectives import _validation
-from sparse_collectives._coo import _bits
-from sparse_collectives._data import Layout, as_layout
+from sparse_collectives._sparse_ops import _bits
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import Selector
-from sparse_collectives.select._shared import _statistics, _thresholds
+from sparse_collectives.select import _frame, _statistics, _thresholds
 
 _FACTOR = 0.8
 _MAX_ROUNDS = 20
@@ -32,10 +30,9 @@ def gaussian_k(density: float, *, adjust: bool = False, headroom: float = 0.25) 
     and the standard deviation of the finite entries. The count is k for normal
     entries, and often far from k for gradients. Zeros are never selected.
 
-    NaN and infinity are left out of the statistics and are always selected. The
-    threshold is never above the largest finite magnitude, so at least one entry is
-    selected if any is nonzero. If all magnitudes are subnormal, the statistics may
-    vanish; then every nonzero entry passes.
+    NaN and infinity are left out of the statistics and are always selected. The threshold is never
+    above the largest finite magnitude, so at least one entry is selected if any is nonzero. If all
+    magnitudes are subnormal, the statistics may vanish; then every nonzero entry passes.
 
     Args:
       density: the target for k / n, in (0, 1]. At 1 every nonzero is selected.
@@ -74,31 +71,15 @@ def gaussian_k(density: float, *, adjust: bool = False, headroom: float = 0.25) 
         raise ValueError(f"adjust must be True or False, got {adjust!r}.")
     headroom = _validation.check_number("headroom", headroom, 0.0, math.inf)
 
-    def init(size: int | Layout) -> jax.Array:
-        as_layout(size)
-        return jnp.zeros((), jnp.int32)
+    def find(acc: jax.Array, k: int) -> jax.Array:
+        threshold = _fitted_threshold(acc, k)
+        return _lowered(acc, threshold, k) if adjust else threshold
 
-    def select(acc: jax.Array, state: jax.Array):
-        acc = _validation.as_vector("acc", acc)
-        size = acc.shape[0]
-        k = _validation.count_from_density(density, size)
-        if k == size:
-            threshold = jnp.zeros((), jnp.float32)
-        else:
-            threshold = _fitted_threshold(acc, k)
-            if adjust:
-                threshold = _lowered(acc, threshold, k)
-        coo, info = _thresholds.select_reaching(
-            acc,
-            _bits.magnitude_bits(threshold),
-            capacity=_thresholds.slots_for(k, size, headroom),
-            turn=state,
-        )
-        return coo, state + 1, info
+    def choose(acc: jax.Array, k: int, turn: jax.Array):
+        return _thresholds.select_about(acc, k, headroom, turn, find)
 
-    return Selector(
-        init, select, spec=Spec.of("gaussian_k", density=density, adjust=adjust, headroom=headroom)
-    )
+    spec = Spec.of("gaussian_k", density=density, adjust=adjust, headroom=headroom)
+    return _frame.counted(choose, density, spec)
 
 
 def _fitted_threshold(acc: jax.Array, k: int) -> jax.Array:

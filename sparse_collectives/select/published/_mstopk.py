@@ -5,11 +5,10 @@ Algorithm 1 of Shi et al. A binary search between the mean and the maximum of
 reach, and the highest that more than k reach. All entries above the upper
 threshold are taken, and the rest of the k entries from between the two.
 
-The search counts the entries that reach a threshold. The paper counts among all n
-entries at each sampling. Here a sample gives a magnitude that somewhat more than
-k entries reach; these are compacted once, and every count is made among them. For
-a threshold above that magnitude the count is the same; for a threshold below it,
-the count is known to be more than k.
+The search counts the entries that reach a threshold. The paper counts among all n entries at each
+sampling. Here a sample gives a magnitude that somewhat more than k entries reach; these are
+compacted once, and every count is made among them. For a threshold above that magnitude the count
+is the same; for a threshold below it, the count is known to be more than k.
 """
 
 import math
@@ -20,15 +19,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_collectives import _hash, _validation
-from sparse_collectives._coo import _bits, _compaction, _kth_magnitude
-from sparse_collectives._data import Layout, PaddedCOO, as_layout
+from sparse_collectives._sparse_ops import _bits, _compaction, _kth_magnitude
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import SelectInfo, Selector
+from sparse_collectives.select import _frame, _statistics
 
 _LARGEST_BITS = 0x7FFFFFFF
 _ALL_ONES = 0xFFFFFFFF
 # Slots for the candidates, as a multiple of k.
-_ROOM = 1.75
+_CANDIDATES = 1.75
 
 
 class _Bracket(NamedTuple):
@@ -52,24 +51,21 @@ def mstopk(density: float, *, samplings: int = 30) -> Selector:
     r"""Selects the k largest entries, or nearly the largest, by ``samplings`` thresholds.
 
     With :math:`a` the mean and :math:`u` the maximum of |acc|, the thresholds are
-    :math:`a + \rho (u - a)`, with the ratio :math:`\rho` found by binary search. The
-    entries that are missing from ``k = max(1, round(density * n))`` come from between
-    the last two thresholds: a run of consecutive ones, which begins at another place
-    at each step. The selection always has exactly k entries, or all nonzeros if there
-    are fewer; it never has zeros.
+    :math:`a + \rho (u - a)`, with the ratio :math:`\rho` found by binary search. The entries that
+    are missing from ``k = max(1, round(density * n))`` come from between the last two thresholds: a
+    run of consecutive ones, which begins at another place at each step. The selection always has
+    exactly k entries, or all nonzeros if there are fewer; it never has zeros.
 
-    Deviations: the run begins at a hash of the step count and may wrap around, so
-    that every index is sent eventually. The mean and the maximum are taken over the
-    finite entries; infinities and NaN are above all thresholds. The search compares
-    in float32, so magnitudes that the platform flushes to zero (subnormals) fall
-    between the last two thresholds.
+    Deviations: the run begins at a hash of the step count and may wrap around, so that every index
+    is sent eventually. The mean and the maximum are taken over the finite entries; infinities and
+    NaN are above all thresholds. The search compares in float32, so magnitudes that the platform
+    flushes to zero (subnormals) fall between the last two thresholds.
 
     Args:
       density: k / n, in (0, 1].
-      samplings: N, the number of halvings of the search. The paper takes 30, which
-        finds the exact top-k unless the maximum is 2**30 times the difference
-        between the entries near the k-th. Each sampling fewer doubles the share
-        that is taken by position.
+      samplings: N, the number of halvings of the search. The paper takes 30, which finds the exact
+        top-k unless the maximum is 2**30 times the difference between the entries near the k-th.
+        Each sampling fewer doubles the share that is taken by position.
 
     Returns:
       A :class:`Selector` whose buffers have k slots and whose state is ``i32[]``,
@@ -97,34 +93,23 @@ def mstopk(density: float, *, samplings: int = 30) -> Selector:
     density = _validation.check_density(density)
     samplings = _validation.check_positive_int("samplings", samplings)
 
-    def init(size: int | Layout) -> jax.Array:
-        as_layout(size)
-        return jnp.zeros((), jnp.int32)
-
-    def select(acc: jax.Array, state: jax.Array):
-        acc = _validation.as_vector("acc", acc)
-        size = acc.shape[0]
-        k = _validation.count_from_density(density, size)
+    def choose(acc: jax.Array, k: int, turn: jax.Array):
         bracket = _search(acc, k, samplings)
-        words = _words_between(acc, bracket, k, state)
-        indices, count = _compaction.set_positions(words, k, size)
-        values = acc.at[indices].get(mode="fill", fill_value=0)
-        info = SelectInfo(
-            selected=count,
-            overflow=jnp.zeros_like(count),
-            threshold=_bits.magnitude_from_bits(bracket.lower),
-        )
-        return PaddedCOO(values, indices, size), state + 1, info
+        coo, count = _compaction.entries_at(acc, _words_between(acc, bracket, k, turn), k)
+        info = SelectInfo(count, jnp.zeros_like(count), _bits.magnitude_from_bits(bracket.lower))
+        return coo, info
 
-    return Selector(init, select, spec=Spec.of("mstopk", density=density, samplings=samplings))
+    return _frame.counted(choose, density, Spec.of("mstopk", density=density, samplings=samplings))
 
 
 def _search(acc: jax.Array, k: int, samplings: int) -> _Bracket:
     """Lines 1 to 24: the two thresholds after the last sampling."""
     size = acc.shape[0]
-    mean, maximum = _mean_and_maximum(acc)
+    # Lines 2 and 3.
+    extent = _statistics.extent(acc)
+    mean = extent.mean(size)
     bottom = jnp.ones_like(_bits.magnitude_bits(mean))
-    start = _Bracket(mean, maximum, bottom, bottom * (_bits.INFINITY_BITS - 1))
+    start = _Bracket(mean, extent.largest, bottom, bottom * (_bits.INFINITY_BITS - 1))
     low, candidates, count = _candidates(acc, k)
     bits = _bits.magnitude_bits(candidates)
 
@@ -156,7 +141,7 @@ def _search(acc: jax.Array, k: int, samplings: int) -> _Bracket:
     def among_all(carry):
         # Tied to the carry; otherwise XLA moves |acc| out of the loop, into n words.
         here, turn = lax.optimization_barrier((acc, carry[0]))
-        return turn + 1, sample(carry[1], lambda pattern: _count(here, pattern))
+        return turn + 1, sample(carry[1], lambda pattern: _statistics.count_reaching(here, pattern))
 
     if candidates.shape[0] == size:
         found, usable = start, bottom < 0
@@ -170,40 +155,11 @@ def _search(acc: jax.Array, k: int, samplings: int) -> _Bracket:
     _, bracket = lax.while_loop(unfinished, among_all, (turn, begun))
     # More than k infinities and NaN: all thresholds were below them.
     finite = jnp.int32(_bits.INFINITY_BITS - 1)
-    flooded = (bracket.top == finite) & (_count(acc, finite + 1) > k)
+    flooded = (bracket.top == finite) & (_statistics.count_reaching(acc, finite + 1) > k)
     return bracket._replace(
         lower=jnp.where(flooded, _bits.INFINITY_BITS, bracket.lower),
         top=jnp.where(flooded, _LARGEST_BITS, bracket.top),
     )
-
-
-def _mean_and_maximum(acc: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Lines 2 and 3, over the finite entries, ``f32[]`` each."""
-
-    def finite_bits(x):
-        bits = _bits.magnitude_bits(x)
-        return jnp.where(bits < _bits.INFINITY_BITS, bits, 0)
-
-    maximum = _bits.magnitude_from_bits(_maximum(finite_bits, acc))
-    # Exact powers of two, so that the sum of large magnitudes does not overflow.
-    large = maximum > 1
-    down = jnp.where(large, jnp.float32(2.0**-64), jnp.float32(1))
-    up = jnp.where(large, jnp.float32(2.0**64), jnp.float32(1))
-    total = jnp.sum(_bits.magnitude_from_bits(finite_bits(acc)) * down)
-    return jnp.minimum(total / acc.shape[0] * up, maximum), maximum
-
-
-def _maximum(function, acc: jax.Array) -> jax.Array:
-    """The maximum over n entries of ``function``, whose results are not negative.
-
-    It has two stages, because one stage is one long scalar loop on CPUs.
-    """
-    main = acc.shape[0] // 1024 * 1024
-    rest = jnp.max(function(acc[main:]), initial=0)
-    if not main:
-        return rest
-    parts = jnp.max(function(acc[:main]).reshape(-1, 32, 32), axis=1)
-    return jnp.maximum(rest, jnp.max(lax.optimization_barrier(parts)))
 
 
 def _candidates(acc: jax.Array, k: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -212,19 +168,13 @@ def _candidates(acc: jax.Array, k: int) -> tuple[jax.Array, jax.Array, jax.Array
     If n is small, or k is near n, all values are returned.
     """
     size = acc.shape[0]
-    capacity = math.ceil(_ROOM * k) + 32
+    capacity = math.ceil(_CANDIDATES * k) + 32
     if size <= _kth_magnitude.DIRECT_SIZE or 2 * capacity >= size:
         none = jnp.zeros_like(acc[0], jnp.int32)
         return none, acc, none + size
     low = _kth_magnitude.sampled_magnitude_bits(acc, k)
     candidates, count = _compaction.compact(acc, low, capacity=capacity)
     return low, candidates.values, count
-
-
-def _count(acc: jax.Array, pattern: jax.Array) -> jax.Array:
-    """Line 10: how many entries reach a threshold."""
-    words = _bits.mask_by_magnitude(acc, lambda bits: bits >= pattern)
-    return jnp.sum(_bits.popcount(words), dtype=jnp.int32)
 
 
 def _words_between(acc: jax.Array, bracket: _Bracket, k: int, turn: jax.Array) -> jax.Array:

@@ -8,6 +8,7 @@ If it ends without success, the side on which at least k entries pass is taken,
 because with ties the other side may select nothing.
 """
 
+import functools
 import math
 
 import jax
@@ -15,19 +16,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_collectives import _validation
-from sparse_collectives._coo import _bits
-from sparse_collectives._data import Layout, as_layout
+from sparse_collectives._sparse_ops import _bits
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import Selector
-from sparse_collectives.select._shared import _statistics, _thresholds
+from sparse_collectives.select import _frame, _statistics, _thresholds
 
 
 def redsync(density: float, *, rounds: int = 20, headroom: float = 1.0) -> Selector:
     """Selects by a threshold that between k and 2k entries reach.
 
-    The threshold is not below the mean magnitude, so fewer than k entries may
-    pass if the density is large or if few entries make up the sum. Zeros are never
-    selected.
+    The threshold is not below the mean magnitude, so fewer than k entries may pass if the density
+    is large or if few entries make up the sum. Zeros are never selected.
 
     NaN and infinity are left out of the mean and the maximum, are always selected,
     and are counted. If all magnitudes are subnormal, the mean and the maximum may
@@ -37,10 +36,9 @@ def redsync(density: float, *, rounds: int = 20, headroom: float = 1.0) -> Selec
       density: the target for k / n, in (0, 1]. At 1 every nonzero is selected.
       rounds: the largest number of thresholds to try. A maximum far from the rest (a
         heavy tail) takes one round for each power of two of the distance.
-      headroom: slots beyond k, as a share of k; 1 has room for every count that the
-        search aims at. Entries that pass the threshold but find no slot stay with
-        the caller. Which entries these are changes from step to step, so each of
-        them is sent eventually.
+      headroom: slots beyond k, as a share of k; 1 has room for every count that the search aims at.
+        Entries that pass the threshold but find no slot stay with the caller. Which entries these
+        are changes from step to step, so each of them is sent eventually.
 
     Returns:
       A :class:`Selector` whose buffers have ``ceil((1 + headroom) k)`` slots and
@@ -50,9 +48,8 @@ def redsync(density: float, *, rounds: int = 20, headroom: float = 1.0) -> Selec
       TypeError: density is not a number.
       ValueError: an argument is out of its range.
 
-    Cost: three passes over n entries (maximum, mean, selection) and one for each
-    round, two to six of them for gradients; three more if some entries are not
-    finite.
+    Cost: three passes over n entries (maximum, mean, selection) and one for each round, two to six
+    of them for gradients; three more if some entries are not finite.
 
     References:
       Fang et al. 2019, "RedSync: reducing synchronization bandwidth for
@@ -70,35 +67,18 @@ def redsync(density: float, *, rounds: int = 20, headroom: float = 1.0) -> Selec
     rounds = _validation.check_positive_int("rounds", rounds)
     headroom = _validation.check_number("headroom", headroom, 0.0, math.inf)
 
-    def init(size: int | Layout) -> jax.Array:
-        as_layout(size)
-        return jnp.zeros((), jnp.int32)
+    def choose(acc: jax.Array, k: int, turn: jax.Array):
+        find = functools.partial(_searched_threshold, rounds=rounds)
+        return _thresholds.select_about(acc, k, headroom, turn, find)
 
-    def select(acc: jax.Array, state: jax.Array):
-        acc = _validation.as_vector("acc", acc)
-        size = acc.shape[0]
-        k = _validation.count_from_density(density, size)
-        if k == size:
-            threshold = jnp.zeros((), jnp.float32)
-        else:
-            threshold = _searched_threshold(acc, k, rounds)
-        coo, info = _thresholds.select_reaching(
-            acc,
-            _bits.magnitude_bits(threshold),
-            capacity=_thresholds.slots_for(k, size, headroom),
-            turn=state,
-        )
-        return coo, state + 1, info
-
-    return Selector(
-        init, select, spec=Spec.of("redsync", density=density, rounds=rounds, headroom=headroom)
-    )
+    spec = Spec.of("redsync", density=density, rounds=rounds, headroom=headroom)
+    return _frame.counted(choose, density, spec)
 
 
 def _searched_threshold(acc: jax.Array, k: int, rounds: int) -> jax.Array:
     """The threshold that k to 2k entries reach, or the nearest lower one that was tried."""
     extent = _statistics.extent(acc)
-    mean = jnp.minimum(extent.total / extent.count * extent.up, extent.largest)
+    mean = extent.mean(extent.count)
 
     def unfinished(carry):
         turn, _, _, found = carry

@@ -1,12 +1,12 @@
 """SIDCo: a sparsity-inducing distribution fitted in stages.
 
-Abdelmoniem et al. 2021 fit a one-sided distribution to the magnitudes. One fit
-to all of them describes a far tail poorly, so the fit is made in stages. The
-first threshold passes 25 % of the entries, the next fit is to the entries above
-it, and so on; the last stage aims at the rest of the density. A controller adapts
-the number of stages to the measured count.
+Abdelmoniem et al. 2021 fit a one-sided distribution to the magnitudes. One fit to all of them
+describes a far tail poorly, so the fit is made in stages. The first threshold passes 25 % of the
+entries, the next fit is to the entries above it, and so on; the last stage aims at the rest of the
+density. A controller adapts the number of stages to the measured count.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -16,14 +16,16 @@ from jax import lax
 from jax.scipy.special import gammaln
 
 from sparse_collectives import _validation
-from sparse_collectives._coo import _bits
 from sparse_collectives._data import Layout, as_layout
+from sparse_collectives._sparse_ops import _bits
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import Selector
-from sparse_collectives.select._shared import _statistics, _thresholds
+from sparse_collectives.select import _statistics, _thresholds
 
 _DISTRIBUTIONS = ("exponential", "gamma", "pareto")
-_STAGE_DENSITY = 0.25
+_STAGE_DENSITY, _MOST_STAGES = 0.25, 8
+# The share of k by which the average count may be off.
+_TOLERANCE = 0.2
 
 
 class SIDCoState(NamedTuple):
@@ -45,18 +47,14 @@ def sidco(
     *,
     distribution: str = "exponential",
     period: int = 5,
-    tolerance: float = 0.2,
-    max_stages: int = 8,
     headroom: float = 0.25,
 ) -> Selector:
     r"""Selects by the threshold of a distribution fitted in stages.
 
-    With the mean :math:`\mu` and the variance :math:`\sigma^2` of the excess over the
-    previous threshold, a stage of density d raises the threshold by
-    :math:`-\mu \log d` (exponential) or by :math:`\beta (d^{-\xi} - 1) / \xi`
-    with :math:`\xi = (1 - \mu^2 / \sigma^2) / 2` and
-    :math:`\beta = \mu (1 + \mu^2 / \sigma^2) / 2` (generalized Pareto). Zeros are
-    never selected.
+    With the mean :math:`\mu` and the variance :math:`\sigma^2` of the excess over the previous
+    threshold, a stage of density d raises the threshold by :math:`-\mu \log d` (exponential) or by
+    :math:`\beta (d^{-\xi} - 1) / \xi` with :math:`\xi = (1 - \mu^2 / \sigma^2) / 2` and
+    :math:`\beta = \mu (1 + \mu^2 / \sigma^2) / 2` (generalized Pareto). Zeros are never selected.
 
     NaN and infinity are left out of the fits, are always selected, and count for the
     controller. The threshold is never above the largest finite magnitude, so at least
@@ -65,16 +63,11 @@ def sidco(
 
     Args:
       density: the target for k / n, in (0, 1]. At 1 every nonzero is selected.
-      distribution: ``'exponential'``; ``'gamma'``, for the nonzeros in the first
-        stage, with generalized Pareto in the later ones; or ``'pareto'``, generalized
-        Pareto in all stages.
+      distribution: ``'exponential'``; ``'gamma'``, for the nonzeros in the first stage, with
+        generalized Pareto in the later ones; or ``'pareto'``, generalized Pareto in all stages.
       period: steps over which the count is averaged before the number of stages
-        may change (5 in the paper).
-      tolerance: the share of k by which the average may be off (0.2 in the
-        paper). If the average is higher, the next period has one stage fewer; if
-        it is lower, one more. ``math.inf`` keeps one stage.
-      max_stages: the largest number of stages. There are never so many that the
-        last one would have a density of 1 or more.
+        may change (5 in the paper). If the average is off by more than 20 %, as in the paper, the
+        next period has one stage fewer, or one more; there are eight at most.
       headroom: slots beyond k, as a share of k. Entries that pass the threshold
         but find no slot stay with the caller. Which entries these are changes
         from step to step, so each of them is sent eventually.
@@ -87,10 +80,9 @@ def sidco(
       TypeError: density is not a number.
       ValueError: an argument is out of its range.
 
-    Cost: three passes over n entries (maximum, mean, selection); two more for each
-    stage after the first (count and mean of the excess); one more for each Pareto
-    stage (variance) and two for the gamma fit; three more if some entries are not
-    finite, and the masked passes are then slower.
+    Cost: three passes over n entries (maximum, mean, selection); two more for each stage after the
+    first (count and mean of the excess); one more for each Pareto stage (variance) and two for the
+    gamma fit; three more if some entries are not finite, and the masked passes are then slower.
 
     References:
       Abdelmoniem et al. 2021, "An efficient statistical-based gradient
@@ -107,8 +99,6 @@ def sidco(
     density = _validation.check_density(density)
     distribution = _validation.check_choice("distribution", distribution, _DISTRIBUTIONS)
     period = _validation.check_positive_int("period", period)
-    tolerance = _validation.check_number("tolerance", tolerance, 0.0, math.inf)
-    max_stages = _validation.check_positive_int("max_stages", max_stages)
     headroom = _validation.check_number("headroom", headroom, 0.0, math.inf)
 
     def init(size: int | Layout) -> SIDCoState:
@@ -118,51 +108,29 @@ def sidco(
 
     def select(acc: jax.Array, state: SIDCoState):
         acc = _validation.as_vector("acc", acc)
-        size = acc.shape[0]
-        k = _validation.count_from_density(density, size)
-        if k == size:
-            threshold = jnp.zeros((), jnp.float32)
-        else:
-            threshold = _fitted_threshold(acc, k, distribution, state.stages)
-        coo, info = _thresholds.select_reaching(
-            acc,
-            _bits.magnitude_bits(threshold),
-            capacity=_thresholds.slots_for(k, size, headroom),
-            turn=state.count,
-        )
+        k = _validation.count_from_density(density, acc.shape[0])
+        find = functools.partial(_fitted_threshold, distribution=distribution, stages=state.stages)
+        coo, info = _thresholds.select_about(acc, k, headroom, state.count, find)
         passed = info.selected + info.overflow
-        state = _adapt(state, passed, k, period, tolerance, min(max_stages, _most_stages(k, size)))
-        return coo, state, info
+        return coo, _adapt(state, passed, k, period, _most_stages(k, acc.shape[0])), info
 
-    return Selector(
-        init,
-        select,
-        spec=Spec.of(
-            "sidco",
-            density=density,
-            distribution=distribution,
-            period=period,
-            tolerance=tolerance,
-            max_stages=max_stages,
-            headroom=headroom,
-        ),
-    )
+    options = {"distribution": distribution, "period": period, "headroom": headroom}
+    return Selector(init, select, spec=Spec.of("sidco", density=density, **options))
 
 
 def _most_stages(k: int, size: int) -> int:
     """The number of stages that still leaves the last one a density of at most 1."""
-    return max(1, math.ceil(math.log(k / size) / math.log(_STAGE_DENSITY)))
+    wanted = math.ceil(math.log(k / size) / math.log(_STAGE_DENSITY))
+    return min(_MOST_STAGES, max(1, wanted))
 
 
-def _adapt(
-    state: SIDCoState, count: jax.Array, k: int, period: int, tolerance: float, most: int
-) -> SIDCoState:
+def _adapt(state: SIDCoState, count: jax.Array, k: int, period: int, most: int) -> SIDCoState:
     """One stage more or less if the average count of a period is off."""
     passed = state.passed + count.astype(jnp.float32)
     due = (state.count + 1) % period == 0
     ratio = passed / period / k
     one = jnp.ones_like(state.stages)
-    change = jnp.where(ratio > 1 + tolerance, -one, jnp.where(ratio < 1 - tolerance, one, 0))
+    change = jnp.where(ratio > 1 + _TOLERANCE, -one, jnp.where(ratio < 1 - _TOLERANCE, one, 0))
     stages = jnp.clip(state.stages + jnp.where(due, change, 0), 1, most)
     return SIDCoState(state.count + 1, stages, jnp.where(due, 0.0, passed))
 

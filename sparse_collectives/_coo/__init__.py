@@ -1,6 +1,0 @@
-"""Bits, bit sets, compaction and the k largest, from which a padded COO buffer is made."""
-
-from sparse_collectives._coo._bits import all_below
-
-# The part that `optax_ext` uses.
-__all__ = ["all_below"]
