@@ -10,9 +10,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from optax_ext._state import _find
+from optax_ext._step import _roles
+from optax_ext._step._sparse_state import SparseAllreduceState
 
 # Fields of a state that an exchange does not read.
-_LEFT_HERE = ("velocity", "dense_velocity", "local")
+_LEFT_HERE = _roles.names(SparseAllreduceState, _roles.LOAD)
 
 
 def check(exchange_mesh: Mesh, mesh: Mesh) -> None:

@@ -12,8 +12,9 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from optax_ext._loop import _step_checks, _train_step
-from optax_ext._state import _find, _placement
-from optax_ext._step import _phases, _sparse_state
+from optax_ext._state import _find, _index, _placement
+from optax_ext._step import _phases, _roles, _sparse_state
+from optax_ext._step._sparse_state import SparseAllreduceState
 from sparse_collectives import _compat
 
 
@@ -57,7 +58,7 @@ class Parts:
 
     def exchange(self, mesh: Mesh, shapes: Any, opt_state: Any) -> Any:
         """The exchange of the residuals: an ``Arrived`` for each sparse allreduce."""
-        axis = _find.axis_of(opt_state)
+        axis = _index.of(opt_state).axis
 
         def of_worker(opt_state):
             return [_sent(x) for x in self._exchanged(axis, shapes, opt_state)]
@@ -129,20 +130,20 @@ class Parts:
 
 def _check(mesh: Mesh, opt_state: Any, batches: Any) -> Any:
     """The axis of the workers, after a check that these arguments make a round."""
-    states = _find.get_states(opt_state)
-    every = {state.settings.every for state in states}
-    if len(every) != 1 or every == {1} or len(_find.reductions(opt_state)) > len(states):
+    index = _index.of(opt_state)
+    every = index.every
+    if len(every) != 1 or every == (1,) or not index.only_sparse:
         raise ValueError(
             "tx of optax_ext.make_train_round must have the same every=, greater than 1, in all of "
-            f"its parts, got every={sorted(every) or [1]}. Write for example "
+            f"its parts, got every={list(every) or [1]}. Write for example "
             "optax_ext.sparse_adamw(rate, every=10, axis=...)."
         )
-    if _has_wrapper(opt_state):
+    if index.accumulates:
         raise ValueError(
             "tx of optax_ext.make_train_round has a wrapper around its exchange that accumulates "
             "gradients or steps. Remove the wrapper, and use every= of sparse_adamw instead."
         )
-    if any(state.settings.shard_axis or state.devices > 1 for state in states):
+    if not index.is_whole:
         raise ValueError(
             "optax_ext.make_train_round is for workers that hold all parameters and a whole "
             "residual each. With sharded parameters, or a hierarchical allreduce, use "
@@ -162,36 +163,22 @@ def _check(mesh: Mesh, opt_state: Any, batches: Any) -> Any:
     return axis
 
 
-def _has_wrapper(opt_state: Any) -> bool:
-    def wraps(node: Any) -> bool:
-        return _find.accumulates(node) and bool(_find.reductions(node))
-
-    nodes = jax.tree.leaves(opt_state, is_leaf=wraps)
-    return bool(_find.moved(opt_state)) or any(map(wraps, nodes))
-
-
 def _arrived_specs(opt_state: Any, axis: Any) -> list[Any]:
     """The specs of a list of ``Arrived``, as :func:`_sent` returns them."""
-    whole, own = PartitionSpec(), PartitionSpec(axis)
-    states = [state for state in _find.get_states(opt_state) if state.layout.size]
-
-    def one_of(state: Any) -> Any:
-        info = jax.tree.map(lambda _: whole, state.info)
-        return _phases.Arrived(
+    own, whole = PartitionSpec(axis), PartitionSpec()
+    specs = _placement.state_specs(opt_state)
+    names = _roles.names(SparseAllreduceState, _roles.EXCHANGE)
+    return [
+        _phases.Arrived(
             mean=whole,
-            changed={
-                "selector": own,
-                "allreduce": whole,
-                "dropped": whole,
-                "withheld": whole,
-                "info": _sparse_state.per_worker(info, lambda _: own),
-            },
+            changed={name: getattr(state, name) for name in names},
             kept=own,
             before=own,
             replaced=own,
         )
-
-    return list(map(one_of, states))
+        for state in _find.get_states(specs)
+        if state.layout.size
+    ]
 
 
 def _sent(arrived: _phases.Arrived) -> _phases.Arrived:

@@ -11,7 +11,7 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from optax_ext._loop import _arrays, _places, _step_checks
-from optax_ext._state import _calls, _find, _placement, _whole
+from optax_ext._state import _calls, _index, _placement, _whole
 from optax_ext._state._residual_tree import ahead
 from optax_ext._step import _gradient_checks, _sparse_state
 from sparse_collectives import AxisName, _compat, transport
@@ -116,7 +116,7 @@ def make_train_step(
         manual = None if places is None else _compat.axis_names(axis)
         state_specs = _placement.state_specs(opt_state)
         specs = _placement.on_axes(state_specs, manual)
-        whole, of_each = PartitionSpec(), _find.takes_local_steps(opt_state)
+        whole, of_each = PartitionSpec(), _index.of(opt_state).takes_local_steps
         reported = PartitionSpec(axis) if of_each else whole
         results = jax.shard_map(
             functools.partial(local_step, axis, state_specs, of_each),

@@ -103,11 +103,14 @@ def checkpoint_metadata(opt_state: Any) -> dict[str, Any]:
         jax.tree_util.keystr(path): _described(np.shape(leaf), leaf.dtype)
         for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state)
     }
-    workers = max((node["workers"] for node in sparse.values()), default=1)
+    workers = max((node["workers"] for node in sparse.values()), default=0)
+    workers = workers or _find.workers_of(opt_state) or 1
     return {
         "format": FORMAT,
         "version": __version__,
-        "workers": workers,
+        "workers": max(
+            (x["workers"] for x in sparse.values()), default=_find.workers_of(opt_state) or 1
+        ),
         "sparse": sparse,
         "arrays": arrays,
     }

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from optax_ext._state import _calls, _find, _nnx, _shards
+from optax_ext._state import _calls, _find, _index, _nnx, _shards
 from optax_ext._state._residual_tree import residual_tree
+from optax_ext._step._roles import Role
 from optax_ext._step._sparse_state import SparseAllreduceState
 from sparse_collectives import _compat
 
@@ -112,8 +113,10 @@ def _check(call: str, params: Any, opt_state: Any) -> None:
             "opt_state has no residuals: no allreduce of optax_ext is in it. Give the state that "
             "the steps were made with, all of it."
         )
-    for leaf in jax.tree.leaves(_find.moved(opt_state)):
-        if not isinstance(leaf, Tracer) and bool(jnp.any(leaf != 0)):
+    leaves, structure = jax.tree.flatten(opt_state)
+    for leaf, known in zip(leaves, _index.index_of(structure).leaves, strict=True):
+        moves = known.role is Role.MOVED and not isinstance(leaf, Tracer)
+        if moves and bool(jnp.any(leaf != 0)):
             raise ValueError(
                 "opt_state is in the middle of a round of optax_ext.local_steps: the steps of the "
                 "workers since the last exchange are in no residual, and would be lost. Take steps "

@@ -2,16 +2,18 @@
 
 import dataclasses
 from collections.abc import Hashable
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext._step import _checks, _gradient_checks, _groups
+from optax_ext._step import _checks, _gradient_checks, _groups, _roles
+from optax_ext._step._roles import SHARED
 from sparse_collectives import AxisName, _compat, _validation, extend, transport
 
 
+@_roles.declared
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DenseState:
@@ -24,10 +26,10 @@ class DenseState:
       axis: the mesh axis of the workers, or a ``Ranks`` for an MPI communicator; static.
     """
 
-    count: jax.Array
-    delivered: jax.Array
-    words: jax.Array
-    axis: Hashable = dataclasses.field(metadata={"static": True})
+    count: Annotated[jax.Array, SHARED]
+    delivered: Annotated[jax.Array, SHARED]
+    words: Annotated[jax.Array, SHARED]
+    axis: Annotated[Hashable, "static"] = dataclasses.field(metadata={"static": True})
 
 
 DTYPES = ("float16", "bfloat16", "float32")

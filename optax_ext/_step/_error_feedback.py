@@ -14,11 +14,13 @@ from optax_ext._step import (
     _buffers,
     _checks,
     _layout,
+    _roles,
     _sparse_state,
 )
 from optax_ext._step._accumulation import Pending
 from optax_ext._step._contract import Accumulated, Exchange, Options
 from optax_ext._step._momentum_correction import MomentumCorrection
+from optax_ext._step._roles import Role, Rows
 from optax_ext._step._sparse_state import SparseAllreduceState, StepInfo
 from sparse_collectives import AxisName, _compat, transport
 from sparse_collectives._platform import by_platform
@@ -318,6 +320,13 @@ def _reported(info: StepInfo, before: StepInfo) -> StepInfo:
     return info._replace(threshold_drift=drift - 1.0)
 
 
+_BUFFERS = tuple(
+    name
+    for name in _roles.names(SparseAllreduceState, Rows.DEVICE, Rows.DENSE)
+    if name in _roles.names(SparseAllreduceState, Role.SUMMED)
+)
+
+
 def _unless_skipped(
     proceeds: jax.Array, stepped: SparseAllreduceState, state: SparseAllreduceState
 ) -> SparseAllreduceState:
@@ -327,11 +336,7 @@ def _unless_skipped(
     of a local transformation.
     """
     chosen = _either(proceeds, stepped, stepped, state._replace(skipped=state.skipped + 1))
-    return chosen._replace(
-        residual=stepped.residual,
-        velocity=stepped.velocity,
-        dense_velocity=stepped.dense_velocity,
-    )
+    return chosen._replace(**{name: getattr(stepped, name) for name in _BUFFERS})
 
 
 def _either(condition: jax.Array, stepped: SparseAllreduceState, yes: Any, no: Any) -> Any:

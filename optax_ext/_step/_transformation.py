@@ -23,9 +23,11 @@ from optax_ext._step import (
     _gradient_checks,
     _layout,
     _phases,
+    _roles,
     _sparse_state,
 )
 from optax_ext._step._error_feedback import ErrorFeedback
+from optax_ext._step._roles import Rows
 from optax_ext._step._sparse_state import SparseAllreduceState
 from sparse_collectives import _compat, transport
 
@@ -76,7 +78,12 @@ class Transformation:
             kept = _sparse_state.with_lead(_buffers.init_of_leaves(self._of_leaves, given))
             state = state._replace(local=_compat.to_varying(kept, axis))
         described = _buffers.describe(self._local, state.local)
-        settings = dataclasses.replace(feedback.settings, local=described, workers=workers)
+        settings = dataclasses.replace(
+            feedback.settings,
+            local=described,
+            workers=workers,
+            by_leaf=self._of_leaves is not None,
+        )
         return state._replace(layout=layout, settings=settings)
 
     def update(self, updates: Any, state: SparseAllreduceState, params: Any = None, **extra: Any):
@@ -187,10 +194,9 @@ def _stripped(state: SparseAllreduceState) -> Any:
 
 def _specs(layout: _layout.TreeLayout) -> Any:
     """The specs of a stripped state, over the axes of the sharding."""
-    split, whole = PartitionSpec(layout.sharding.axes), PartitionSpec()
-    specs: dict[str, Any] = dict.fromkeys(SparseAllreduceState._fields, split)
-    for name in ("count", "skipped", "dropped", "withheld", "missed", "owner", "limit", "info"):
-        specs[name] = whole
+    specs: dict[str, Any] = dict.fromkeys(SparseAllreduceState._fields, PartitionSpec())
+    split = _roles.names(SparseAllreduceState, Rows.DEVICE, Rows.DENSE, Rows.SHARD)
+    specs |= dict.fromkeys(split, PartitionSpec(layout.sharding.axes))
     return SparseAllreduceState(**{**specs, "layout": None, "settings": None})
 
 

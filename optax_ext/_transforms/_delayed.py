@@ -1,6 +1,6 @@
 """The exchange of one step during the computation of the next one."""
 
-from typing import Any, NamedTuple, cast
+from typing import Annotated, Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +8,11 @@ import optax
 
 from optax_ext._state import _calls
 from optax_ext._state._find import accumulators, reductions
+from optax_ext._step import _roles
+from optax_ext._step._roles import OF_WORKER, SHARED, SUMMED
 
 
+@_roles.declared
 class DelayedState(NamedTuple):
     """State of :func:`delayed`.
 
@@ -19,9 +22,9 @@ class DelayedState(NamedTuple):
       acc_grads: the gradient of each worker to exchange next, as in :class:`MultiStepsState`.
     """
 
-    gradient_step: jax.Array
-    inner_opt_state: Any
-    acc_grads: Any
+    gradient_step: Annotated[jax.Array, SHARED]
+    inner_opt_state: Annotated[Any, SHARED]
+    acc_grads: Annotated[Any, SUMMED, OF_WORKER]
 
 
 def delayed(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:

@@ -1,18 +1,20 @@
 """Rounds of local steps: an inner optimizer for each worker, an outer one for the exchange."""
 
 import warnings
-from typing import Any, NamedTuple, cast
+from typing import Annotated, Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from optax_ext._state import _calls, _find
-from optax_ext._step import _gradient_checks, _groups, _sparse_state
+from optax_ext._step import _gradient_checks, _groups, _roles, _sparse_state
+from optax_ext._step._roles import MOVED, OF_WORKER, SHARED, STATISTIC, SUMMED
 from optax_ext._transforms import _branch
 from sparse_collectives import _compat, _validation
 
 
+@_roles.declared
 class LocalStepsState(NamedTuple):
     """State of :func:`local_steps`.
 
@@ -28,12 +30,12 @@ class LocalStepsState(NamedTuple):
         and in float32; ``()`` without a delay.
     """
 
-    count: jax.Array
-    missed: jax.Array
-    inner: Any
-    moved: Any
-    outer: tuple[Any, ...]
-    late: Any
+    count: Annotated[jax.Array, SHARED]
+    missed: Annotated[jax.Array, SUMMED, OF_WORKER]
+    inner: Annotated[Any, STATISTIC, OF_WORKER]
+    moved: Annotated[Any, MOVED, OF_WORKER]
+    outer: Annotated[tuple[Any, ...], SHARED]
+    late: Annotated[Any, SHARED]
 
 
 def local_steps(

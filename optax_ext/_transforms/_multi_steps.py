@@ -1,7 +1,7 @@
 """Gradient accumulation before an allreduce, without an exchange at the mini-steps."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Annotated, Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +9,13 @@ import optax
 
 from optax_ext._state import _calls
 from optax_ext._state._find import accumulators, reductions
+from optax_ext._step import _roles
+from optax_ext._step._roles import OF_WORKER, SHARED, SUMMED
 from optax_ext._transforms import _branch
 from sparse_collectives import _validation
 
 
+@_roles.declared
 class MultiStepsState(NamedTuple):
     """State of :func:`multi_steps`; the field names are those in ``optax.MultiStepsState``.
 
@@ -25,10 +28,10 @@ class MultiStepsState(NamedTuple):
         outside.
     """
 
-    mini_step: jax.Array
-    gradient_step: jax.Array
-    inner_opt_state: Any
-    acc_grads: Any
+    mini_step: Annotated[jax.Array, SHARED]
+    gradient_step: Annotated[jax.Array, SHARED]
+    inner_opt_state: Annotated[Any, SHARED]
+    acc_grads: Annotated[Any, SUMMED, OF_WORKER]
 
 
 def multi_steps(

@@ -1,0 +1,124 @@
+"""What each field of a state is to the workers, declared on the line of the field.
+
+::
+
+    @declared
+    class MyState(NamedTuple):
+        count: Annotated[jax.Array, SHARED]
+        residual: Annotated[jax.Array, SUMMED]
+
+An array has the role of the innermost declared field around it, and is :data:`SHARED` if there is
+none: other libraries' states declare nothing and are passed through. An index of a whole optimizer
+state (``_state/_index.py``) is made from these declarations, and everything that treats fields
+differently reads them: specs, placements, resharding, handovers, rounds.
+"""
+
+import dataclasses
+import enum
+from typing import Any, TypeVar, get_type_hints
+
+_T = TypeVar("_T", bound=type)
+
+
+class Role(enum.Enum):
+    """What happens to an array when workers come or go."""
+
+    # All workers have the same, and go on with it.
+    SHARED = enum.auto()
+    # Each worker has its own, and only the sum counts: residuals, velocities, gradients.
+    SUMMED = enum.auto()
+    # A sum in which each worker also takes its gradients: its movement since the last exchange.
+    MOVED = enum.auto()
+    # Each worker has its own, made from its own gradients: moments, step counts.
+    STATISTIC = enum.auto()
+    # Thresholds, regions and periods: evaluated again, except that steps stay counted.
+    PERIODIC = enum.auto()
+    # It describes one step of one group, or who is in it: made again.
+    GROUP = enum.auto()
+
+
+class Rows(enum.Enum):
+    """Of whom an array has a row, along its leading dimension."""
+
+    NONE = enum.auto()
+    WORKER = enum.auto()
+    # Of each device of each worker; the second is a row of the dense leaves.
+    DEVICE = enum.auto()
+    DENSE = enum.auto()
+    # Of each shard of the buffer, and of each device of a worker.
+    SHARD = enum.auto()
+    # The rows of a worker are as many as a parameter has.
+    JOINED = enum.auto()
+
+
+class Part(enum.Enum):
+    """Which part of a step has to do with a field, if one alone."""
+
+    # Only the part before the exchange reads it.
+    LOAD = enum.auto()
+    # The exchange changes it.
+    EXCHANGE = enum.auto()
+
+
+SHARED, SUMMED, MOVED = Role.SHARED, Role.SUMMED, Role.MOVED
+STATISTIC, PERIODIC, GROUP = Role.STATISTIC, Role.PERIODIC, Role.GROUP
+OF_ALL, OF_WORKER, OF_DENSE, OF_SHARD = Rows.NONE, Rows.WORKER, Rows.DENSE, Rows.SHARD
+LOAD, EXCHANGE = Part.LOAD, Part.EXCHANGE
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """The declaration of a field.
+
+    Attributes:
+      role: what happens to it when workers come or go.
+      rows: of whom it has rows; by default of all for :data:`SHARED`, and else of each device.
+      part: the part of a step that has to do with it; None: any.
+    """
+
+    role: Role
+    rows: Rows
+    part: Part | None = None
+
+
+_FIELDS: dict[type, dict[str, Field]] = {}
+
+
+def declared(cls: _T) -> _T:
+    """Registers a class of states, each of whose fields is annotated with a role.
+
+    Raises:
+      TypeError: a field has no role; static fields of a dataclass need none.
+    """
+    fields = {}
+    for name, hint in get_type_hints(cls, include_extras=True).items():
+        marks = getattr(hint, "__metadata__", ())
+        role = next((x for x in marks if isinstance(x, Role)), None)
+        if role is None and "static" not in marks:
+            raise TypeError(
+                f"{cls.__name__}.{name} says not what it is to the workers. Write for example "
+                f"{name}: Annotated[jax.Array, SHARED], or Annotated[..., 'static'] without arrays."
+            )
+        if role is not None:
+            usual = Rows.NONE if role is Role.SHARED else Rows.DEVICE
+            rows = next((x for x in marks if isinstance(x, Rows)), usual)
+            part = next((x for x in marks if isinstance(x, Part)), None)
+            fields[name] = Field(role, rows, part)
+    _FIELDS[cls] = fields
+    return cls
+
+
+def fields_of(cls: type) -> dict[str, Field] | None:
+    """The declared fields of a class; None for a class of another library."""
+    return _FIELDS.get(cls)
+
+
+def is_declared(node: Any) -> bool:
+    """Whether a node of a pytree is a state that declares its fields."""
+    return type(node) in _FIELDS
+
+
+def names(cls: type, *wanted: Any) -> tuple[str, ...]:
+    """The names of the fields whose role, rows or part is one of ``wanted``."""
+    found = _FIELDS[cls].items()
+    return tuple(name for name, x in found if {x.role, x.rows, x.part} & {*wanted})
