@@ -185,9 +185,9 @@ def to_varying(tree: Any, axis: AxisName) -> Any:
 def to_invarying(x: jax.Array, axis: AxisName) -> jax.Array:
     """Types ``x``, which has the same bits on every worker of ``axis``, as replicated.
 
-    jax gives this type only to results of its own collectives. A no-op if types are not tracked.
+    jax gives this type only to results of its own collectives.
     """
-    if not is_varying(x, axis):
+    if is_communicator(axis) or (checks_varying(axis) and not is_varying(x, axis)):
         return x
     return _to_invarying_primitive().bind(x, axes=frozenset(axis_names(axis)))
 

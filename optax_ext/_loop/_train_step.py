@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,11 +9,8 @@ import jax
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from optax_ext._loop import _arrays, _places, _step_checks
-from optax_ext._state import _calls, _index, _placement, _whole
-from optax_ext._state._residual_tree import ahead
-from optax_ext._step import _gradient_checks, _sparse_state
-from sparse_collectives import AxisName, _compat, transport
+from optax_ext._loop import _arrays, _mapped, _places, _step_checks
+from optax_ext._state import _calls, _placement, _whole
 
 
 def make_train_step(
@@ -95,75 +91,24 @@ def make_train_step(
     _calls.check_transformation(call, tx, mesh)
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function of (params, batch), got {loss_fn!r}.")
-    chain = optax.with_extra_args_support(tx)
     in_flight = _arrays.limit(steps_in_flight, mesh)
     mesh = _placement.with_auto_axes(mesh)
 
-    def local_step(axis, state_specs, of_each, *args):
-        params, opt_state, loss = step_of_worker(
-            chain, loss_fn, axis, *args, has_aux=has_aux, of_each=of_each
-        )
-        _gradient_checks.check_state_types(opt_state, state_specs, axis)
-        opt_state = _sparse_state.strongly_typed(opt_state)
-        if of_each:
-            loss = _sparse_state.with_lead(loss)
-        return (params, opt_state, *loss) if has_aux else (params, opt_state, loss)
+    parts = _mapped.Step(optax.with_extra_args_support(tx), loss_fn, has_aux, mesh, check_vma)
 
     def step(params, opt_state, batch, places):
         axis = _step_checks.axis_on(mesh, opt_state)
         _step_checks.check_batch(batch, mesh, axis)
         # With sharded parameters the compiler handles the other axes.
-        manual = None if places is None else _compat.axis_names(axis)
-        state_specs = _placement.state_specs(opt_state)
-        specs = _placement.on_axes(state_specs, manual)
-        whole, of_each = PartitionSpec(), _index.of(opt_state).takes_local_steps
-        reported = PartitionSpec(axis) if of_each else whole
-        results = jax.shard_map(
-            functools.partial(local_step, axis, state_specs, of_each),
-            mesh=mesh,
-            in_specs=(whole, specs, PartitionSpec(axis)),
-            out_specs=(whole, specs, reported, reported)[: 4 if has_aux else 3],
-            check_vma=check_vma,
-            **({} if manual is None else {"axis_names": set(manual)}),
-        )(params, opt_state, batch)
-        if places is None:
-            return results
-        return (*places.constrain(results[:2]), *results[2:])
+        workers = _mapped.Workers.of(opt_state, sharded=places is not None)
+        made = parts.gradients(workers, params, opt_state, batch)
+        params, opt_state, loss = parts.update(workers, params, opt_state, made)
+        if places is not None:
+            params, opt_state = places.constrain((params, opt_state))
+        return (params, opt_state, *loss) if has_aux else (params, opt_state, loss)
 
     jitted = jax.jit(step, static_argnames="places", donate_argnums=(0, 1) if donate else ())
     return TrainStep(jitted, tx, mesh, in_flight, batch_spec, donates=donate)
-
-
-def step_of_worker(
-    chain: optax.GradientTransformationExtraArgs,
-    loss_fn: Callable[..., Any],
-    axis: AxisName,
-    params: Any,
-    opt_state: Any,
-    batch: Any,
-    *,
-    has_aux: bool = False,
-    of_each: bool,
-) -> tuple[Any, Any, Any]:
-    """``(params, opt_state, loss)`` after the step of a worker, inside the mapped function.
-
-    The loss is a pair with ``has_aux``. It is the loss of this worker with ``of_each``, and
-    otherwise the mean.
-    """
-
-    def checked_loss(params, batch):
-        return _gradient_checks.check_loss(loss_fn(params, batch), has_aux, axis)
-
-    # Parameters are typed as varying to keep gradients local: the gradients of replicated ones
-    # would already be summed by autodiff, densely.
-    local_params = ahead(params, opt_state)
-    loss, gradients = jax.value_and_grad(checked_loss, has_aux=has_aux)(local_params, batch)
-    if not of_each:
-        loss = jax.tree.map(lambda x: transport.pmean(x, axis), loss)
-    value = loss[0] if has_aux else loss
-    updates, opt_state = chain.update(gradients, opt_state, params, value=value)
-    _gradient_checks.check_replicated_updates(updates, axis)
-    return optax.apply_updates(params, updates), opt_state, loss
 
 
 class TrainStep:

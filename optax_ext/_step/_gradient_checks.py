@@ -7,14 +7,14 @@ equations, such as a gradient that another program has computed, proves nothing.
 """
 
 import warnings
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 
 from optax_ext._step._checks import workers
+from optax_ext._step._equations import depends_on, is_reduced
 from sparse_collectives import AxisName, _compat
 
 
@@ -79,7 +79,7 @@ def warn_without_ahead(updates: Any, state: Any, params: Any) -> None:
         )
 
 
-def check_loss(result: Any, has_aux: bool, axis: AxisName) -> Any:
+def check_loss(result: Any, has_aux: bool) -> Any:
     """A loss function returned a scalar of this worker, or with auxiliary values a pair."""
     if has_aux and not (isinstance(result, tuple) and len(result) == 2):
         raise TypeError(
@@ -97,15 +97,17 @@ def check_loss(result: Any, has_aux: bool, axis: AxisName) -> Any:
             f"loss_fn must return a scalar, got {_described(loss)}. Return the mean over the "
             "examples, as loss.mean() is."
         )
-    # A constant depends on no worker, and has no gradient.
-    traced = isinstance(loss, Tracer) and _compat.checks_varying(axis)
-    if traced and not _compat.is_varying(loss, axis):
+    return result
+
+
+def check_loss_is_local(loss: Any, axis: AxisName) -> None:
+    """The equations of a loss do not prove that it is a sum over the workers already."""
+    if is_reduced([loss], axis):
         raise ValueError(
             f"loss_fn returned the same on every worker of axis {axis!r}: it takes pmean or psum "
             "over that axis, and the gradients would be divided by the number of workers twice. "
             "Return the mean over the examples of this worker; the step averages over the workers."
         )
-    return result
 
 
 def _described(result: Any) -> str:
@@ -165,94 +167,3 @@ def check_state_types(opt_state: Any, specs: Any, axis: AxisName) -> None:
                 "allreduce, use optax_ext.multi_steps; for momentum before it, use "
                 "optax_ext.momentum_correction."
             )
-
-
-# Their results are the same on all workers of their axes.
-_REDUCTIONS = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
-
-_REDUCTION, _OPERANDS, _OTHER = range(3)
-
-
-def is_reduced(values: Iterable[Any], axis: AxisName) -> bool:
-    """Whether the values are proven to be summed or gathered over the workers of ``axis``.
-
-    Every path back from them ends in a reduction over ``axis`` or in a constant, and at least one
-    in a reduction. If ``axis`` has several names, a reduction over one of them is enough.
-    """
-    values = [_compat.captured(x) for x in values]
-    if _compat.is_communicator(axis):
-        # Equations of JAX name no communicator.
-        return False
-    return any(_ends_in_reductions(values, name) for name in _compat.axis_names(axis))
-
-
-def depends_on(values: Iterable[Any], sources: Iterable[Any]) -> bool:
-    """Whether any of the values was made from one of the sources, or is one."""
-    wanted = {id(x) for x in map(_compat.captured, sources) if isinstance(x, Tracer)}
-    seen: dict[int, Any] = {}
-    stack = [_compat.captured(x) for x in values]
-    while stack:
-        x = stack.pop()
-        if not isinstance(x, Tracer) or id(x) in seen:
-            continue
-        if id(x) in wanted:
-            return True
-        seen[id(x)] = x  # Kept, so that no other value gets its id.
-        stack.extend(map(_compat.captured, _operands(x)))
-    return False
-
-
-def _operands(x: Any) -> list[Any]:
-    eqn = _compat.made_by(x)
-    return [] if eqn is None else list(eqn.invars)
-
-
-def _ends_in_reductions(values: list[Any], name: Any) -> bool:
-    reduced, seen, stack = False, {}, list(values)
-    while stack:
-        x = stack.pop()
-        if not isinstance(x, Tracer) or id(x) in seen:
-            continue  # A constant is the same everywhere.
-        seen[id(x)] = x
-        eqn = _compat.made_by(x)
-        if eqn is None:
-            return False  # An argument.
-        kind = _kind(eqn, name)
-        if kind == _OTHER:
-            return False
-        if kind == _REDUCTION:
-            reduced = True
-        else:
-            stack.extend(map(_compat.captured, eqn.invars))
-    return reduced
-
-
-def _kind(eqn: Any, name: Any) -> int:
-    """Whether the results of an equation are the same on all workers: a sum, or if operands are.
-
-    An equation with inner equations (a call, a loop, a branch) is a reduction only if all of its
-    results are reduced, as in ``jax.jit(lambda x: jax.lax.pmean(x, axis))``.
-    """
-    inner = [_compat.open_jaxpr(jaxpr)[0] for jaxpr in _compat.jaxprs_in(eqn)]
-    if not inner:
-        if name in _compat.axes_of_effects(eqn):
-            whole = eqn.params.get("axis_index_groups") is None
-            return _REDUCTION if eqn.primitive.name in _REDUCTIONS and whole else _OTHER
-        return _OTHER if _compat.has_side_effects(eqn) else _OPERANDS
-    if any(_kind(e, name) == _OTHER for jaxpr in inner for e in jaxpr.eqns):
-        return _OTHER
-    return _REDUCTION if all(_all_reduced(jaxpr, name) for jaxpr in inner) else _OPERANDS
-
-
-def _all_reduced(jaxpr: Any, name: Any) -> bool:
-    """Whether every result of a jaxpr comes from reductions only."""
-    made = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
-    stack = [x for x in jaxpr.outvars if _compat.is_variable(x)]
-    reduced = bool(stack)
-    while stack:
-        eqn = made.get(stack.pop())
-        if eqn is None:
-            return False
-        if _kind(eqn, name) == _OPERANDS:
-            stack.extend(x for x in eqn.invars if _compat.is_variable(x))
-    return reduced
