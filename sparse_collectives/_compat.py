@@ -262,6 +262,15 @@ def axes_of_effects(eqn: Any) -> set[Hashable]:
     return {effect.name for effect in eqn.effects if _is_over_axis(effect)}
 
 
+def axes_of(eqn: Any) -> set[Hashable]:
+    """The mesh axes of a collective, or of another equation that names axes; empty for the rest."""
+    params = (eqn.params.get(name, ()) for name in ("axes", "axis_name"))
+    named = (x if isinstance(x, (tuple, frozenset)) else (x,) for x in params)
+    # Positions of dimensions are numbers. Not every collective has an effect.
+    found = {name for names in named for name in names if not isinstance(name, int | None)}
+    return found | axes_of_effects(eqn)
+
+
 def has_side_effects(eqn: Any) -> bool:
     """Whether an equation matters even if nothing uses its results."""
     return not all(_is_over_axis(effect) for effect in eqn.effects)

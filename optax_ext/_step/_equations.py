@@ -13,7 +13,15 @@ from jax.core import Tracer
 from sparse_collectives import AxisName, _compat
 
 # Their results are the same on all workers of their axes.
-_REDUCTIONS = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
+_REDUCTIONS = {
+    "psum",
+    "psum_invariant",
+    "pmax",
+    "pmin",
+    "all_gather",
+    "all_gather_invariant",
+    "to_invarying",
+}
 
 _REDUCTION, _OPERANDS, _OTHER = range(3)
 
@@ -80,7 +88,7 @@ def _kind(eqn: Any, name: Any) -> int:
     """
     inner = [_compat.open_jaxpr(jaxpr)[0] for jaxpr in _compat.jaxprs_in(eqn)]
     if not inner:
-        if name in _compat.axes_of_effects(eqn):
+        if name in _compat.axes_of(eqn):
             whole = eqn.params.get("axis_index_groups") is None
             return _REDUCTION if eqn.primitive.name in _REDUCTIONS and whole else _OTHER
         return _OTHER if _compat.has_side_effects(eqn) else _OPERANDS
@@ -137,10 +145,8 @@ def _varying_results(eqn: Any, inputs: list[bool], name: Any) -> list[bool]:
     """Which results of an equation may differ, for operands that may."""
     inner, params = _compat.jaxprs_in(eqn), eqn.params
     count = len(eqn.outvars)
-    if not inner and name in _compat.axes_of_effects(eqn):
+    if not inner and name in _compat.axes_of(eqn):
         return [_kind(eqn, name) != _REDUCTION] * count
-    if eqn.primitive.name == "to_invarying" and name in params["axes"]:
-        return [False] * count
 
     def inside(closed: Any, given: list[bool]) -> list[bool]:
         jaxpr, constants = _compat.open_jaxpr(closed)
@@ -159,9 +165,8 @@ def _varying_results(eqn: Any, inputs: list[bool], name: Any) -> list[bool]:
         fixed, end = params["num_consts"], params["num_consts"] + params["num_carry"]
         results = loop(params["jaxpr"], inputs[:fixed], inputs[fixed:end], inputs[end:])
         # Without a turn, the carried values are those at the start.
-        return [
-            a or b for a, b in zip([*inputs[fixed:end], *[False] * count], results, strict=False)
-        ]
+        begin = [*inputs[fixed:end], *[False] * (count - end + fixed)]
+        return [a or b for a, b in zip(begin, results, strict=True)]
     if eqn.primitive.name == "while":
         first = params["cond_nconsts"]
         fixed = first + params["body_nconsts"]
@@ -184,7 +189,7 @@ def _asks_for_worker(closed: Any, name: Any) -> bool:
     """Whether an equation inside may give each worker another result by itself."""
     jaxpr, _ = _compat.open_jaxpr(closed)
     return any(
-        name in _compat.axes_of_effects(eqn)
+        name in _compat.axes_of(eqn)
         or any(_asks_for_worker(x, name) for x in _compat.jaxprs_in(eqn))
         for eqn in jaxpr.eqns
     )

@@ -6,12 +6,15 @@ read the traced equations that made a value, which costs nothing at run time. A 
 equations, such as a gradient that another program has computed, proves nothing.
 """
 
+import os
+import sys
 import warnings
 from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from optax_ext._step._checks import workers
 from optax_ext._step._equations import depends_on, is_reduced
@@ -75,8 +78,19 @@ def warn_without_ahead(updates: Any, state: Any, params: Any) -> None:
             "jax.grad(loss_fn)(optax_ext.ahead(params, opt_state), batch), for a model of flax nnx "
             "optax_ext.ahead(model, optimizer), or turn look-ahead off with "
             "residual=optax_ext.residual().",
-            stacklevel=2,
+            stacklevel=level_of_caller(),
         )
+
+
+_INSIDE = os.path.dirname(os.path.dirname(__file__)), os.path.dirname(optax.__file__ or "")
+
+
+def level_of_caller() -> int:
+    """The ``stacklevel`` of a warning at the first code outside of this library and optax."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def check_loss(result: Any, has_aux: bool) -> Any:

@@ -282,5 +282,5 @@ def _warn_without_ahead(updates: Any, state: LocalStepsState, params: Any) -> No
         warnings.warn(
             "the gradients were taken at params, but local steps expect them at the worker's own "
             "parameters: write jax.grad(loss_fn)(optax_ext.ahead(params, opt_state), batch).",
-            stacklevel=3,
+            stacklevel=_gradient_checks.level_of_caller(),
         )
