@@ -1,11 +1,7 @@
 """Sparse and low-rank allreduces with error feedback as optax gradient transformations."""
 
 from optax_ext import contrib, published
-from optax_ext._aliases import (
-    ok_topk,
-    ok_topk_sgd,
-    topk_a,
-)
+from optax_ext._aliases import ok_topk, ok_topk_sgd, topk_a
 from optax_ext._loop._ahead import ahead
 from optax_ext._loop._data_parallel import data_parallel
 from optax_ext._loop._monitoring import Monitor, metrics

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from optax_ext._loop import _ahead, _arrays, _mapped, _places, _step_checks
-from optax_ext._state import _find, _nnx, _placement
+from optax_ext._loop import _ahead, _arrays, _mapped, _places
+from optax_ext._state import _find, _host_checks, _nnx, _placement
 from optax_ext._step import _equations
 from sparse_collectives import AxisName, _compat, transport
 
@@ -119,13 +119,13 @@ def data_parallel(
     def everywhere(*args: Any) -> Any:
         axis, mesh = _find.axis_of(args), _mesh_of(args)
         batch = args[-1] if examples == 1 else args[-examples:]
-        _step_checks.check_global(batch, mesh, args, in_rounds=False)
-        _step_checks.check_batch(batch, mesh, axis)
+        _host_checks.check_global(batch, mesh, args, in_rounds=False)
+        _host_checks.check_batch(batch, mesh, axis)
         split = jax.tree.map(lambda _: PartitionSpec(axis), batch)
         arrays, specs, given = _split(args, (_specs(args[:-examples]), split))
         static = mesh, given, tuple(specs)
         if static not in made:
-            _step_checks.check_workers(mesh, args)
+            _host_checks.check_workers(args, mesh)
         where = [NamedSharding(mesh, spec) for spec in specs]
         arrays = _places.Places(where, [], where[0], sharded=False).put(arrays)
         others = len(arrays) - sum(map(_ahead.is_array, jax.tree.leaves(batch)))

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from optax_ext._state import _index, _placement
 from optax_ext._state._residual_tree import ahead
-from optax_ext._step import _gradient_checks, _phases, _sparse_state
+from optax_ext._step import _phases, _sparse_state, _trace_checks
 from sparse_collectives import AxisName, _compat, transport
 
 WHOLE = PartitionSpec()
@@ -102,12 +102,12 @@ class Step(NamedTuple):
 
         def of_worker(params: Any, opt_state: Any, batch: Any) -> Any:
             def loss_fn(params: Any) -> Any:
-                return _gradient_checks.check_loss(self.loss_fn(params, batch), self.has_aux)
+                return _trace_checks.check_loss(self.loss_fn(params, batch), self.has_aux)
 
             made = jax.value_and_grad(loss_fn, has_aux=self.has_aux)(ahead(params, opt_state))
             if self.check_vma:
                 loss = made[0][0] if self.has_aux else made[0]
-                _gradient_checks.check_loss_is_local(loss, workers.axis)
+                _trace_checks.check_loss_is_local(loss, workers.axis)
             return _sparse_state.with_lead(made)
 
         ins = WHOLE, workers.mapped_specs, workers.own
@@ -138,8 +138,8 @@ class Step(NamedTuple):
             value = loss[0] if self.has_aux else loss
             with phase(*more):
                 updates, opt_state = self.chain.update(gradients, opt_state, params, value=value)
-            _gradient_checks.check_replicated_updates(updates, workers.axis)
-            _gradient_checks.check_state_types(opt_state, workers.specs, workers.axis)
+            _trace_checks.check_replicated_updates(updates, workers.axis)
+            _trace_checks.check_state_types(opt_state, workers.specs, workers.axis)
             params = optax.apply_updates(params, updates)
             opt_state = _sparse_state.strongly_typed(opt_state)
             return params, opt_state, _sparse_state.with_lead(loss) if workers.of_each else loss

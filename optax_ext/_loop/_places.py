@@ -7,10 +7,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import core as jax_core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from optax_ext._state import _index, _placement
+from optax_ext._state import _host_checks, _index, _placement
 from sparse_collectives import _compat
 
 
@@ -127,13 +126,6 @@ class Places:
         return _constrained(params, self._params), _constrained(opt_state, self._states)
 
 
-def is_local(x: Any) -> bool:
-    """Whether x is an array of this process alone."""
-    if isinstance(x, jax_core.Tracer):
-        return False
-    return not isinstance(x, jax.Array) or x.is_fully_addressable
-
-
 def _check(given: Any, index: _index.Index, split: Collection[Any]) -> None:
     """Checks that parameters are sharded as the state was made for, over the axes ``split``."""
     for _, layout in index.sparse:
@@ -184,7 +176,7 @@ def _place(x: Any, sharding: NamedSharding) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
         # To lower a step, no arrays are needed.
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-    if isinstance(x, jax.Array) and not sharding.is_fully_addressable and is_local(x):
+    if isinstance(x, jax.Array) and not sharding.is_fully_addressable and _host_checks.is_local(x):
         # An array committed to a device of this process would not be spread over others.
         if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
             numbers = jax.device_put(np.asarray(jax.random.key_data(x)), sharding)

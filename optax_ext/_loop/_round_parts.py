@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from optax_ext._loop import _mapped, _step_checks
-from optax_ext._state import _find, _index
+from optax_ext._loop import _mapped
+from optax_ext._state import _find, _host_checks, _index
 from optax_ext._step import _phases, _roles, _sparse_state
 from optax_ext._step._sparse_state import SparseAllreduceState
 from sparse_collectives import _compat
@@ -118,7 +118,7 @@ def _check(mesh: Mesh, opt_state: Any, batches: Any) -> None:
             "optax_ext.make_train_step."
         )
     (steps,) = every
-    axis = _step_checks.axis_on(mesh, opt_state)
+    axis = _host_checks.axis_on(mesh, opt_state)
     for path, leaf in jax.tree_util.tree_leaves_with_path(batches):
         name, shape = f"batches{jax.tree_util.keystr(path)}", jnp.shape(leaf)
         if len(shape) < 2 or shape[0] != steps:
@@ -127,7 +127,7 @@ def _check(mesh: Mesh, opt_state: Any, batches: Any) -> None:
                 f"[{steps}, batch, ...], as tx has every={steps}."
             )
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batches)
-    _step_checks.check_batch(one, mesh, axis)
+    _host_checks.check_batch(one, mesh, axis)
 
 
 def _arrived_specs(workers: _mapped.Workers) -> list[Any]:

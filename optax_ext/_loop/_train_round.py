@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from optax_ext._loop import _arrays, _elsewhere, _mapped
 from optax_ext._loop._round_parts import Parts
 from optax_ext._loop._train_step import TrainStep
-from optax_ext._state import _calls, _placement
+from optax_ext._state import _host_checks, _placement
 
 
 def make_train_round(
@@ -94,7 +94,7 @@ def make_train_round(
       by a worker in the meantime.
     """
     call = "optax_ext.make_train_round(loss_fn, tx, mesh)"
-    _calls.check_transformation(call, tx, mesh)
+    _host_checks.check_transformation(call, tx, mesh)
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function of (params, batch), got {loss_fn!r}.")
     mesh = _placement.with_auto_axes(mesh)
@@ -132,7 +132,7 @@ class _Beside:
 
     def __call__(self, params: Any, opt_state: Any, batches: Any, *, places: Any) -> Any:
         del places
-        if _arrays.is_traced((params, opt_state, batches)):
+        if _host_checks.is_traced((params, opt_state, batches)):
             self.trace()
         waiting, skeleton = _elsewhere.split(params, opt_state)
         there = _elsewhere.moved(waiting, self._exchange_mesh)

@@ -9,8 +9,8 @@ import jax
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from optax_ext._loop import _arrays, _mapped, _places, _step_checks
-from optax_ext._state import _calls, _placement, _whole
+from optax_ext._loop import _arrays, _mapped, _places
+from optax_ext._state import _host_checks, _placement, _whole
 
 
 def make_train_step(
@@ -88,7 +88,7 @@ def make_train_step(
       (2.5, [1.0, -1.7999999523162842])
     """
     call = "optax_ext.make_train_step(loss_fn, tx, mesh)"
-    _calls.check_transformation(call, tx, mesh)
+    _host_checks.check_transformation(call, tx, mesh)
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function of (params, batch), got {loss_fn!r}.")
     in_flight = _arrays.limit(steps_in_flight, mesh)
@@ -97,8 +97,8 @@ def make_train_step(
     parts = _mapped.Step(optax.with_extra_args_support(tx), loss_fn, has_aux, mesh, check_vma)
 
     def step(params, opt_state, batch, places):
-        axis = _step_checks.axis_on(mesh, opt_state)
-        _step_checks.check_batch(batch, mesh, axis)
+        axis = _host_checks.axis_on(mesh, opt_state)
+        _host_checks.check_batch(batch, mesh, axis)
         # With sharded parameters the compiler handles the other axes.
         workers = _mapped.Workers.of(opt_state, sharded=places is not None)
         made = parts.gradients(workers, params, opt_state, batch)
@@ -151,12 +151,12 @@ class TrainStep:
             )
         known = self._returned.places_of(params, opt_state, batch)
         if known is None:
-            _step_checks.check_not_donated(params=params, opt_state=opt_state, batch=batch)
+            _host_checks.check_not_donated(params=params, opt_state=opt_state, batch=batch)
             if self._donates:
-                _step_checks.check_not_traced((params, opt_state, batch), self._in_rounds)
-        _step_checks.check_global(batch, self._mesh, opt_state, self._in_rounds)
+                _host_checks.check_not_traced((params, opt_state, batch), self._in_rounds)
+        _host_checks.check_global(batch, self._mesh, opt_state, self._in_rounds)
         if self._in_rounds and known is None:
-            _step_checks.check_begins(opt_state)
+            _host_checks.check_begins(opt_state)
         places = known
         if places is None:
             params, opt_state, places = self._placed(params, opt_state)
@@ -195,12 +195,12 @@ class TrainStep:
         structure = jax.tree.structure((params, opt_state))
         places = self._places.get(structure)
         if places is None or not places.holds(params):
-            _calls.check_order("step(params, opt_state, batch)", params, opt_state)
-            _step_checks.check_workers(self._mesh, opt_state)
+            _host_checks.check_order("step(params, opt_state, batch)", params, opt_state)
+            _host_checks.check_workers(opt_state, self._mesh)
             _whole.check(self._tx, params, opt_state, self._mesh.axis_names)
             places = _places.of(params, opt_state, self._mesh, self._batch_spec)
             self._places[structure] = places
         if not places.holds_state(opt_state):
-            _calls.check_workers(opt_state, self._mesh)
+            _host_checks.check_workers(opt_state, self._mesh)
             opt_state = places.put_state(opt_state)
         return places.put(params), opt_state, places

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
-from optax_ext._state import _calls, _find, _init, _nnx, _placement, _shards
+from optax_ext._state import _find, _host_checks, _init, _nnx, _placement, _shards
 from optax_ext._step._sparse_state import SparseAllreduceState
 from sparse_collectives import __version__, _compat
 
@@ -92,8 +92,8 @@ def checkpoint_metadata(opt_state: Any) -> dict[str, Any]:
     opt_state = _nnx.arrays(opt_state)
     for path, node in jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=_find.is_state):
         if isinstance(node, SparseAllreduceState):
-            _calls.check_whole(f"opt_state{jax.tree_util.keystr(path)}", node)
-    _calls.check_own("opt_state", opt_state)
+            _host_checks.check_whole(f"opt_state{jax.tree_util.keystr(path)}", node)
+    _host_checks.check_own("opt_state", opt_state)
     sparse = {
         jax.tree_util.keystr(path): _metadata_of(node)
         for path, node in jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=_find.is_state)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from optax_ext._state import _calls, _find, _index, _nnx, _shards
+from optax_ext._state import _find, _host_checks, _index, _nnx, _shards
 from optax_ext._state._residual_tree import residual_tree
 from optax_ext._step._roles import Role
 from optax_ext._step._sparse_state import SparseAllreduceState
@@ -107,7 +107,7 @@ def _check(call: str, params: Any, opt_state: Any) -> None:
             "params is a model of flax nnx. Give its parameters, nnx.state(model, nnx.Param), and "
             "put new ones back with nnx.update(model, params)."
         )
-    _calls.check_order(f"optax_ext.{call}", params, opt_state)
+    _host_checks.check_order(f"optax_ext.{call}", params, opt_state)
     if not _find.reductions(opt_state):
         raise ValueError(
             "opt_state has no residuals: no allreduce of optax_ext is in it. Give the state that "
@@ -131,8 +131,8 @@ def _mean(node: SparseAllreduceState) -> jax.Array:
             "consolidate was called inside the function mapped over axis "
             f"{node.settings.axis!r}, where each worker sees its own residual. Call it outside."
         )
-    _calls.check_all_rows("opt_state", node)
-    _calls.check_own("opt_state", node)
+    _host_checks.check_all_rows("opt_state", node)
+    _host_checks.check_own("opt_state", node)
     rows = _shards.part_rows(node, node.residual).astype(jnp.float32)
     # Divide first: the sum may overflow when the mean does not.
     return jnp.sum(rows / node.workers, axis=0)

@@ -73,6 +73,11 @@ class Index:
     misuse: str | None
 
     @functools.cached_property
+    def specs(self) -> list[PartitionSpec]:
+        """The spec of each array."""
+        return [leaf.spec for leaf in self.leaves]
+
+    @functools.cached_property
     def every(self) -> tuple[int, ...]:
         """The different numbers of steps between two exchanges."""
         return tuple(sorted({settings.every for settings, _ in self.sparse}))

@@ -9,7 +9,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from optax_ext._state import _calls, _index, _wrappers
+from optax_ext._state import _host_checks, _index, _wrappers
 from optax_ext._step._given import Given
 from optax_ext._step._roles import Rows
 from sparse_collectives import AxisName, _compat
@@ -57,14 +57,15 @@ def _all_specs(opt_state: Any) -> Any:
     index.check()
     if not index.axes:
         return treedef.unflatten(map(_placed_spec, leaves))
-    _calls.check_mesh_axis(index.axis)
+    _host_checks.check_mesh_axis(index.axis)
     _wrappers.check_multi_steps(opt_state)
-    placed = _placed_spec if index.is_parted else lambda _: PartitionSpec()
+    if not index.is_parted:
+        return treedef.unflatten(index.specs)
 
     def spec(known: _index.Leaf, leaf: Any) -> PartitionSpec:
         if known.rows is Rows.NONE:
-            return placed(leaf)
-        if known.rows in (Rows.WORKER, Rows.JOINED) and len(own := placed(leaf)):
+            return _placed_spec(leaf)
+        if known.rows in (Rows.WORKER, Rows.JOINED) and len(own := _placed_spec(leaf)):
             return own
         return known.spec
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from optax_ext._state import _calls, _find, _index, _nnx, _rows, _shards, _wrappers
-from optax_ext._step import _checks, _layout, _roles
+from optax_ext._state import _find, _host_checks, _index, _nnx, _rows, _shards, _wrappers
+from optax_ext._step import _layout, _roles, _trace_checks
 from optax_ext._step._roles import Role, Rows
 from optax_ext._step._sparse_state import SparseAllreduceState
 
@@ -136,15 +136,15 @@ def _check(path: str, old: Any, new: Any, now: Any, workers: tuple[int, int]) ->
                 "the accumulators are empty, and take the state around them from fresh_state."
             )
         return
-    _calls.check_all_rows(f"opt_state{path}", old)
-    _calls.check_all_rows(f"fresh_state{path}", new)
+    _host_checks.check_all_rows(f"opt_state{path}", old)
+    _host_checks.check_all_rows(f"fresh_state{path}", new)
     # The same leaves in any sharding, since which of them must be dense may depend on the sharding.
     before, after = (
         dataclasses.replace(x.layout, sharding=_layout.unsharded(x.layout.shapes))
         for x in (old, new)
     )
     if before != after:
-        _checks.check_layout(after, before)
+        _trace_checks.check_layout(after, before)
     if (old.settings.local == "none") != (new.settings.local == "none"):
         bare = old.settings.local == "none"
         ours, theirs = ("without", "with") if bare else ("with", "without")
@@ -196,7 +196,7 @@ def _reduction(
     old: SparseAllreduceState, new: SparseAllreduceState, now: Any
 ) -> SparseAllreduceState:
     """``new`` with the contents of ``old``, field by field, as the fields are declared."""
-    copied = np.isin(np.arange(old.workers), _calls.copies(old))
+    copied = np.isin(np.arange(old.workers), _host_checks.copies(old))
 
     def of_owners(before: Any) -> np.ndarray:
         host = np.asarray(before)

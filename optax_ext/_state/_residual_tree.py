@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_ext._state import _find, _index
-from optax_ext._step import _accumulation, _buffers, _checks, _layout
+from optax_ext._step import _accumulation, _buffers, _layout, _trace_checks
 from optax_ext._step._sparse_state import SparseAllreduceState
 from sparse_collectives import _compat, transport
 from sparse_collectives._platform import once
@@ -88,7 +88,7 @@ def ahead(params: Any, opt_state: Any) -> Any:
     # Over MPI the state has the number of ranks, and nothing is typed as varying.
     axis = index.axis
     ranks = _compat.ranks(axis)
-    workers = ranks or _checks.workers(axis)
+    workers = ranks or _trace_checks.workers(axis)
     local = params if ranks else _compat.to_varying(params, axis)
     if moved := index.moved(leaves):
         mine, treedef = jax.tree.flatten(local)

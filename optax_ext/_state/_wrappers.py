@@ -50,48 +50,52 @@ def _nodes(tree: Any, kinds: tuple[type, ...]) -> list[Any]:
 
 def misuse(tree: Any) -> str | None:
     """What is wrong with the wrappers around the reductions of an optimizer state, or None."""
-    for node in _nodes(tree, tuple(_REFUSED)):
-        if reductions(node.inner_state):
-            name, why, instead = _REFUSED[type(node)]
-            return (
-                f"{name} is around the allreduce of optax_ext. It {why}. Put it after the "
-                f"allreduce: optax.chain(optax_ext.ok_topk(...), {name}(optimizer, ...)). "
-                f"{instead}."
-            )
-        if found := misuse(node.inner_state):
+    for node in _nodes(tree, (tuple,)):
+        if isinstance(node, SparseAllreduceState):
+            continue
+        found = _misuse_of(node) or next(filter(None, map(misuse, node)), None)
+        if found is not None:
             return found
-    if _reduces_twice(tree):
-        return (
-            "tx has two allreduces of the same gradients, one after the other: after the first, "
-            "all workers have the same gradients, so the second has nothing to add up. Keep one of "
-            "them. (For leaves of two kinds: dense_leaves=, optax.masked or optax.multi_transform.)"
-        )
-    for node in _nodes(tree, (optax.MultiStepsState,)):
-        # The states of optax.skip_not_finite and optax.skip_large_updates.
-        decides = isinstance(node.skip_state, dict) and "should_skip" in node.skip_state
-        if decides and reductions(node):
-            return (
-                "optax.MultiSteps around the allreduce of optax_ext has a should_skip_update_fn "
-                "that decides by the gradients of one worker, so that some workers would enter the "
-                "allreduce and wait for those that don't. Leave it out, and use nonfinite='skip' "
-                "(the default) in optax_ext.multi_steps; or put MultiSteps after the allreduce."
-            )
     return None
 
 
-def _reduces_twice(tree: Any) -> bool:
+def _misuse_of(node: tuple[Any, ...]) -> str | None:
+    if type(node) is tuple:  # The state of an optax.chain.
+        return _TWICE if _reduces_twice(node) else None
+    if isinstance(node, tuple(_REFUSED)):
+        return _refusal(*_REFUSED[type(node)]) if reductions(node) else None
+    # The states of optax.skip_not_finite and optax.skip_large_updates.
+    multi = isinstance(node, optax.MultiStepsState) and isinstance(node.skip_state, dict)
+    return _DECIDES if multi and "should_skip" in node.skip_state and reductions(node) else None
+
+
+def _refusal(name: str, why: str, instead: str) -> str:
+    return (
+        f"{name} is around the allreduce of optax_ext. It {why}. Put it after the allreduce: "
+        f"optax.chain(optax_ext.ok_topk(...), {name}(optimizer, ...)). {instead}."
+    )
+
+
+_TWICE = (
+    "tx has two allreduces of the same gradients, one after the other: after the first, all "
+    "workers have the same gradients, so the second has nothing to add up. Keep one of them. (For "
+    "leaves of two kinds: dense_leaves=, optax.masked or optax.multi_transform.)"
+)
+_DECIDES = (
+    "optax.MultiSteps around the allreduce of optax_ext has a should_skip_update_fn that decides "
+    "by the gradients of one worker, so that some workers would enter the allreduce and wait for "
+    "those that don't. Leave it out, and use nonfinite='skip' (the default) in "
+    "optax_ext.multi_steps; or put MultiSteps after the allreduce."
+)
+
+
+def _reduces_twice(chain: tuple[Any, ...]) -> bool:
     """Whether a chain reduces the same gradients twice; after the first all are equal."""
-
-    def twice(node: Any) -> bool:
-        if type(node) is not tuple:  # The state of an optax.chain.
-            return False
-        sparse = [state.layout for state in node if isinstance(state, SparseAllreduceState)]
-        trees = [layout.treedef for layout in sparse if layout.shapes]
-        dense = any(isinstance(state, DenseState) for state in node)
-        # The buckets of `bucketed` are also in a tuple, but each has other leaves.
-        return len({*trees}) < len(trees) or (dense and bool(trees))
-
-    return any(twice(node) for node in jax.tree.leaves(tree, is_leaf=twice))
+    sparse = [state.layout for state in chain if isinstance(state, SparseAllreduceState)]
+    trees = [layout.treedef for layout in sparse if layout.shapes]
+    dense = any(isinstance(state, DenseState) for state in chain)
+    # The buckets of `bucketed` are also in a tuple, but each has other leaves.
+    return len({*trees}) < len(trees) or (dense and bool(trees))
 
 
 def check_multi_steps(opt_state: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from jax.core import Tracer
 
-from sparse_collectives import AxisName, _compat
+from sparse_collectives import AxisName, _compat, transport
 
 # Their results are the same on all workers of their axes.
 _REDUCTIONS = {
@@ -124,7 +124,10 @@ def varying(closed: Any, inputs: Sequence[bool], axis: AxisName) -> list[bool]:
     """
     jaxpr, constants = _compat.open_jaxpr(closed)
     of_constants = [isinstance(x, Tracer) for x in constants]
-    names = _compat.axis_names(axis)
+    # One worker does not differ from others, and exchanges nothing that could show it.
+    names = [name for name in _compat.axis_names(axis) if transport.axis_size(name) > 1]
+    if not names:
+        return [False] * len(jaxpr.outvars)
     found = [_varying(jaxpr, [*of_constants, *inputs], name) for name in names]
     return [any(each) for each in zip(*found, strict=True)]
 

@@ -17,14 +17,13 @@ from jax.sharding import PartitionSpec
 
 from optax_ext._step import (
     _buffers,
-    _checks,
     _dense_leaves,
     _given,
-    _gradient_checks,
     _layout,
     _phases,
     _roles,
     _sparse_state,
+    _trace_checks,
 )
 from optax_ext._step._error_feedback import ErrorFeedback
 from optax_ext._step._roles import Rows
@@ -51,7 +50,7 @@ class Transformation:
     def init(self, params: Any) -> SparseAllreduceState:
         """The state of a worker before the first step, or of a device if its axes are manual."""
         feedback, axis = self._feedback, self._feedback.options.axis
-        workers = _checks.workers(axis)
+        workers = _trace_checks.workers(axis)
         given, placeholder = params, _layout.is_placeholder(params)
         if placeholder:  # Any parameters will do: no flat buffer is shaped like a parameter.
             params = jnp.zeros((128,), jnp.float32)
@@ -163,10 +162,10 @@ class Transformation:
 
     def _check_state(self, updates: Any, state: SparseAllreduceState, params: Any) -> None:
         feedback = self._feedback
-        _checks.check_settings(state.settings, feedback.settings)
+        _trace_checks.check_settings(state.settings, feedback.settings)
         if state.workers == 1:  # Another number of rows is reported by check_residual.
-            _checks.check_workers(state.settings, _checks.workers(feedback.options.axis))
-        _gradient_checks.warn_without_ahead(updates, state, params)
+            _trace_checks.check_workers(state.settings, feedback.options.axis)
+        _trace_checks.warn_without_ahead(updates, state, params)
 
     def _check_updates(self, updates: Any, layout: _layout.TreeLayout) -> None:
         """Checks the updates: shards if the axes are manual, and whole leaves otherwise."""
@@ -178,13 +177,13 @@ class Transformation:
             layout, shapes=shapes, sharding=_layout.unsharded(shapes), of_placeholder=False
         )
         got = _layout.layout_of(updates, "updates", layout.dense)
-        _checks.workers(axis)
-        _checks.check_layout(expected, got)
+        _trace_checks.workers(axis)
+        _trace_checks.check_layout(expected, got)
         if layout.shapes:
-            _gradient_checks.check_local_gradients(updates, axis)
+            _trace_checks.check_local_gradients(updates, axis)
         if manual:
             frees = [sharding.free(i) for i in range(len(shapes))]
-            _gradient_checks.check_same_on_devices(updates, frees, axis)
+            _trace_checks.check_same_on_devices(updates, frees, axis)
 
 
 def _stripped(state: SparseAllreduceState) -> Any:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext._state import _calls
+from optax_ext._state import _host_checks
 from optax_ext._state._find import accumulators, reductions
 from optax_ext._step import _roles
 from optax_ext._step._roles import OF_WORKER, SHARED, SUMMED
@@ -77,7 +77,7 @@ def delayed(tx: optax.GradientTransformation) -> optax.GradientTransformationExt
                 "with optax_ext.init_state(optax_ext.delayed(tx), params, mesh), or leave "
                 "optax_ext.delayed out."
             )
-        _calls.check_before_accumulation(updates, state.inner_opt_state, params)
+        _host_checks.check_before_accumulation(updates, state.inner_opt_state, params)
         before = jax.tree.map(lambda a, g: a[0].astype(g.dtype), state.acc_grads, updates)
         new_updates, inner = inner_tx.update(before, state.inner_opt_state, params, **extra_args)
         waiting = jax.tree.map(lambda a, g: g[None].astype(a.dtype), state.acc_grads, updates)

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext._state import _calls, _find
-from optax_ext._step import _gradient_checks, _groups, _roles, _sparse_state
+from optax_ext._state import _find, _host_checks
+from optax_ext._step import _groups, _roles, _sparse_state, _trace_checks
 from optax_ext._step._roles import MOVED, OF_WORKER, SHARED, STATISTIC, SUMMED
 from optax_ext._transforms import _branch
 from sparse_collectives import _compat, _validation
@@ -167,7 +167,7 @@ def local_steps(
                 f"state must be a state of optax_ext.local_steps, got a {type(state).__name__}. "
                 "Make it with optax_ext.init_state(tx, params, mesh)."
             )
-        _calls.check_before_accumulation(updates, state.outer, params)
+        _host_checks.check_before_accumulation(updates, state.outer, params)
         _warn_without_ahead(updates, state, params)
         state = _stepped(state, updates, params, extra_args)
         at = (state.count + 1) % every
@@ -275,12 +275,12 @@ def _check_outer(states: tuple[Any, ...]) -> None:
 
 def _warn_without_ahead(updates: Any, state: LocalStepsState, params: Any) -> None:
     """Warns about a gradient that was evidently taken at the common parameters."""
-    leaves, depends_on = jax.tree.leaves(updates), _gradient_checks.depends_on
+    leaves, depends_on = jax.tree.leaves(updates), _trace_checks.depends_on
     if params is None or not depends_on(leaves, jax.tree.leaves(params)):
         return
     if not depends_on(leaves, jax.tree.leaves(state.moved)):
         warnings.warn(
             "the gradients were taken at params, but local steps expect them at the worker's own "
             "parameters: write jax.grad(loss_fn)(optax_ext.ahead(params, opt_state), batch).",
-            stacklevel=_gradient_checks.level_of_caller(),
+            stacklevel=_trace_checks.level_of_caller(),
         )

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext._state import _calls
+from optax_ext._state import _host_checks
 from optax_ext._state._find import accumulators, reductions
 from optax_ext._step import _roles
 from optax_ext._step._roles import OF_WORKER, SHARED, SUMMED
@@ -92,7 +92,7 @@ def multi_steps(
         return MultiStepsState(zeros[0], zeros[1], inner, accumulators(inner, params))
 
     def update(updates: Any, state: MultiStepsState, params: Any = None, **extra_args: Any):
-        _calls.check_before_accumulation(updates, state.inner_opt_state, params)
+        _host_checks.check_before_accumulation(updates, state.inner_opt_state, params)
         acc = jax.tree.map(lambda a, g: a + g[None].astype(a.dtype), state.acc_grads, updates)
         k = jnp.asarray(every_k(state.gradient_step), jnp.int32)
 
