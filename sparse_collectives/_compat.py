@@ -240,6 +240,13 @@ def open_jaxpr(x: Any) -> tuple[Any, Sequence[Any]]:
     return (x.jaxpr, x.consts) if hasattr(x, "consts") else (x, ())
 
 
+def evaluated(closed: Any, arguments: Sequence[Any]) -> list[Any]:
+    """The results of a closed jaxpr."""
+    from jax.extend import core  # Slow to import, and not needed by most programs.
+
+    return core.jaxpr_as_fun(closed)(*arguments)
+
+
 def is_variable(x: Any) -> bool:
     """Whether an operand or a result is a variable, and not a literal."""
     return not hasattr(x, "val")

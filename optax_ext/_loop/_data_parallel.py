@@ -104,11 +104,13 @@ def data_parallel(
             # Without types: a scan that starts from zeros would be an error of types.
             closed = jax.make_jaxpr(traced)(arrays)
             differ = _equations.varying(closed, [bool(len(spec)) for spec in specs], axis)
-            leaves = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *arrays)
+            leaves = _compat.evaluated(closed, arrays)
             found = [spec for spec, _ in about]
             if check_vma:
                 results = zip(leaves, differ, about, strict=True)
-                leaves = [_agreed(x, *of, axis) if own else x for x, own, of in results]
+                leaves = [
+                    _agreed(x, spec, place, axis) if own else x for x, own, (spec, place) in results
+                ]
             return [[x for x, s in zip(leaves, found, strict=True) if s == kind] for kind in kinds]
 
         run = _mapped.mapped(of_worker, mesh, (list(specs),), kinds, check_vma=False)

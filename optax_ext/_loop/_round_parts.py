@@ -32,7 +32,7 @@ class Parts(NamedTuple):
         arrived = self.exchange(self.step.mesh, params, opt_state)
         return self.last(*self.local(params, opt_state, batches), batches, arrived)
 
-    def local(self, params: Any, opt_state: Any, batches: Any) -> Any:
+    def local(self, params: Any, opt_state: Any, batches: Any) -> tuple[Any, Any, Any]:
         """All steps but the last, without communication between workers."""
         _check(self.step.mesh, opt_state, batches)
         workers = _mapped.Workers.of(opt_state)

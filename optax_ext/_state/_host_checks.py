@@ -37,7 +37,7 @@ def check_order(call: str, params: Any, opt_state: Any) -> None:
         raise TypeError(
             f"params is a {type(params).__name__}, which is no pytree of arrays: give list(params)."
         )
-    if _find.reductions(params) and not _find.reductions(opt_state):
+    if not _index.of(opt_state).axes and _find.reductions(params):
         raise ValueError(
             f"params has a state of optax_ext in it, and opt_state has none: they have changed "
             f"places. Write {call}."

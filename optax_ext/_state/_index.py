@@ -146,9 +146,24 @@ def of(opt_state: Any) -> Index:
     return index_of(jax.tree.structure(opt_state))
 
 
-@functools.lru_cache(maxsize=256)
+_MOST = 256
+_known: dict[Any, Index] = {}
+
+
 def index_of(structure: Any) -> Index:
     """The index of all optimizer states with this tree."""
+    found = _known.get(structure)
+    if found is None:
+        found = _made(structure)
+        # The layout of a placeholder compares equal to any other.
+        if not any(layout.of_placeholder for _, layout in found.sparse):
+            if len(_known) == _MOST:
+                _known.clear()
+            _known[structure] = found
+    return found
+
+
+def _made(structure: Any) -> Index:
     tree = structure.unflatten(range(structure.num_leaves))
     found = _Found([(_WHOLE, None)] * structure.num_leaves, [])
     _walk(tree, _WHOLE, None, found)

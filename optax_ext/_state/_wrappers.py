@@ -64,9 +64,10 @@ def _misuse_of(node: tuple[Any, ...]) -> str | None:
         return _TWICE if _reduces_twice(node) else None
     if isinstance(node, tuple(_REFUSED)):
         return _refusal(*_REFUSED[type(node)]) if reductions(node) else None
+    skip: Any = node.skip_state if isinstance(node, optax.MultiStepsState) else None
     # The states of optax.skip_not_finite and optax.skip_large_updates.
-    multi = isinstance(node, optax.MultiStepsState) and isinstance(node.skip_state, dict)
-    return _DECIDES if multi and "should_skip" in node.skip_state and reductions(node) else None
+    decides = isinstance(skip, dict) and "should_skip" in skip
+    return _DECIDES if decides and reductions(node) else None
 
 
 def _refusal(name: str, why: str, instead: str) -> str:

@@ -97,7 +97,7 @@ class TreeLayout:
       device_axes: if the leaves are the part of one device, the axes over whose devices the
         parameters are divided; otherwise empty.
       of_placeholder: whether it is the layout of the placeholder for which
-        ``optax.tree.map_params`` calls ``init``; it is equal to any layout.
+        ``optax.tree.map_params`` calls ``init``, which compares equal to that of any parameters.
     """
 
     treedef: Any
@@ -118,6 +118,9 @@ class TreeLayout:
         return self._key == other._key
 
     def __hash__(self) -> int:
+        if self.of_placeholder:
+            # It is equal to layouts with other hashes. Without one, no cache can mix them up.
+            raise TypeError("the layout of a placeholder has no hash.")
         return self._hash
 
     @functools.cached_property

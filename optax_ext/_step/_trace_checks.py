@@ -6,9 +6,9 @@ read the traced equations that made a value, which costs nothing at run time. A 
 equations, such as a gradient that another program has computed, proves nothing.
 """
 
+import inspect
 import os
 import re
-import sys
 import warnings
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -255,8 +255,8 @@ _INSIDE = os.path.dirname(os.path.dirname(__file__)), os.path.dirname(optax.__fi
 
 def level_of_caller() -> int:
     """The ``stacklevel`` of a warning at the first code outside of this library and optax."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
+    frame, level = inspect.currentframe(), 0
+    while frame is not None and frame.f_code.co_filename.startswith(_INSIDE):
         frame, level = frame.f_back, level + 1
     return level
 
