@@ -31,7 +31,7 @@ def residual_tree(
       ValueError: a state of other parameters.
     """
     leaves, treedef = jax.tree.flatten(params)
-    found = _spread(map(leaves_of, _find.get_states(opt_state)), treedef)
+    found = _spread(map(leaves_of, _find.get_states(opt_state)), params)
     whole = [
         jnp.zeros_like(leaf) if part is None else part
         for leaf, part in zip(leaves, found, strict=True)
@@ -39,20 +39,27 @@ def residual_tree(
     return jax.tree.unflatten(treedef, whole)
 
 
-def _spread(trees: Iterable[Any], treedef: Any) -> list[Any]:
-    """The leaves of several trees with masks, as leaves of ``treedef``; None where all have masks.
+def _spread(trees: Iterable[Any], params: Any) -> list[Any]:
+    """The leaves of several trees with masks, as leaves of ``params``; None where all have masks.
 
-    A state for some of the parameters, as in ``optax.multi_transform``, has masks elsewhere.
+    A state for some of the parameters, as in ``optax.multi_transform``, has masks elsewhere, each
+    for a leaf, or for a variable of flax with a leaf in it.
     """
-    found: list[Any] = [None] * treedef.num_leaves
+    found: list[Any] = [None] * len(jax.tree.leaves(params))
     for tree in trees:
         parts, structure = jax.tree.flatten(tree, is_leaf=is_mask)
-        if structure != treedef:
+        try:
+            sizes = [len(jax.tree.leaves(x)) for x in structure.flatten_up_to(params)]
+        except ValueError:
+            sizes = []
+        wrong = [size for part, size in zip(parts, sizes) if size != 1 and not is_mask(part)]
+        if wrong or sum(sizes) != len(found):
             raise ValueError(
                 f"opt_state was made for parameters with another tree than params: {structure}, "
-                f"and {treedef}. Give the parameters that init was called with."
+                f"and {jax.tree.structure(params)}. Give the parameters that init was called with."
             )
-        for i, part in enumerate(parts):
+        each = [part for part, size in zip(parts, sizes, strict=True) for _ in range(size)]
+        for i, part in enumerate(each):
             if not is_mask(part):
                 found[i] = part if found[i] is None else found[i] + part
     return found
@@ -92,7 +99,7 @@ def ahead(params: Any, opt_state: Any) -> Any:
     local = params if ranks else _compat.to_varying(params, axis)
     if moved := index.moved(leaves):
         mine, treedef = jax.tree.flatten(local)
-        pairs = zip(mine, _spread(moved, treedef), strict=True)
+        pairs = zip(mine, _spread(moved, local), strict=True)
         local = treedef.unflatten([p if m is None else p + m[0].astype(p.dtype) for p, m in pairs])
     if not index.looks_ahead:
         return local
