@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_ext._loop import _ahead, _arrays, _mapped, _places
-from optax_ext._state import _find, _host_checks, _nnx, _placement
+from optax_ext._state import _find, _host_checks, _nnx, _placement, _wrappers
 from optax_ext._step import _equations
 from sparse_collectives import AxisName, _compat, transport
 
@@ -178,20 +178,20 @@ def _specs(tree: Any) -> Any:
     """The specs of each part of a tuple alone, since ``state_specs`` fails on ``nnx.Rngs``."""
     if type(tree) in (tuple, list):
         return list(map(_specs, tree))
-    if _find.reductions(tree):
+    if _wrappers.reductions(tree):
         return _placement.state_specs(tree)
     return jax.tree.map(lambda _: _WHOLE, tree)
 
 
 def _mesh_of(args: Any) -> Any:
     """The mesh of the optimizer state, whose parameters are whole on each device."""
-    for state in _find.get_states(args):
+    for state in _wrappers.get_states(args):
         if state.layout.sharding.axes or state.settings.every > 1:
             raise ValueError(
                 "data_parallel is for parameters that are whole on each device, and for exchanges "
                 "at every step: use optax_ext.make_train_step(loss_fn, tx, mesh)."
             )
-    for x in jax.tree.leaves(_find.reductions(args)):
+    for x in jax.tree.leaves(_wrappers.reductions(args)):
         if isinstance(x, Tracer):
             raise ValueError("data_parallel compiles the step: take out the jit that is around it.")
         if isinstance(getattr(x, "sharding", None), NamedSharding):
@@ -215,7 +215,7 @@ def _places_of(results: Any) -> list[tuple[str, bool]]:
         leaves = jax.tree_util.tree_leaves_with_path(part)
         names = [jax.tree_util.keystr(path) for path, x in leaves if _ahead.is_array(x)]
         named = ["opt_state" in name for name in names]
-        kept = (named if any(named) else [True] * len(names)) if _find.reductions(part) else []
+        kept = (named if any(named) else [True] * len(names)) if _wrappers.reductions(part) else []
         found += zip(names, kept or [False] * len(names), strict=True)
     return found
 

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from optax_ext._loop import _mapped
-from optax_ext._state import _find, _host_checks, _index
+from optax_ext._state import _host_checks, _index, _wrappers
 from optax_ext._step import _phases, _roles, _sparse_state
 from optax_ext._step._sparse_state import SparseAllreduceState
 from sparse_collectives import _compat
@@ -142,7 +142,7 @@ def _arrived_specs(workers: _mapped.Workers) -> list[Any]:
             before=own,
             replaced=own,
         )
-        for state in _find.get_states(workers.specs)
+        for state in _wrappers.get_states(workers.specs)
         if state.layout.size
     ]
 

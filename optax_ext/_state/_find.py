@@ -8,22 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from optax_ext._state import _index, _nnx
-from optax_ext._state._wrappers import reductions
+from optax_ext._state._wrappers import get_states as get_states
+from optax_ext._state._wrappers import is_state as is_state
+from optax_ext._state._wrappers import reductions as reductions
 from optax_ext._step import _sparse_state
 from optax_ext._step._dense import DenseState
 from optax_ext._step._roles import Rows
 from optax_ext._step._sparse_state import SparseAllreduceState, StepInfo
 from sparse_collectives import _compat
-
-
-def is_state(node: Any) -> bool:
-    """Whether it is the state of a :func:`sparse_allreduce`."""
-    return isinstance(node, SparseAllreduceState)
-
-
-def get_states(opt_state: Any) -> list[SparseAllreduceState]:
-    """Every :class:`SparseAllreduceState` in ``opt_state``: one for each bucket or group."""
-    return list(filter(is_state, jax.tree.leaves(opt_state, is_leaf=is_state)))
 
 
 def get_state(opt_state: Any) -> SparseAllreduceState | None:

@@ -13,7 +13,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh
 
-from optax_ext._state import _find, _index
+from optax_ext._state import _index, _wrappers
 from optax_ext._step import _trace_checks
 from optax_ext._step._sparse_state import SparseAllreduceState
 from sparse_collectives import AxisName, _compat
@@ -37,7 +37,7 @@ def check_order(call: str, params: Any, opt_state: Any) -> None:
         raise TypeError(
             f"params is a {type(params).__name__}, which is no pytree of arrays: give list(params)."
         )
-    if not _index.of(opt_state).axes and _find.reductions(params):
+    if not _index.of(opt_state).axes and _wrappers.reductions(params):
         raise ValueError(
             f"params has a state of optax_ext in it, and opt_state has none: they have changed "
             f"places. Write {call}."
@@ -47,7 +47,7 @@ def check_order(call: str, params: Any, opt_state: Any) -> None:
 def check_workers(opt_state: Any, mesh: Mesh) -> None:
     """Checks that the state is for the workers of the mesh, each with its own residual."""
     axis_on(mesh, opt_state)
-    for state in _find.get_states(opt_state):
+    for state in _wrappers.get_states(opt_state):
         check_all_rows("opt_state", state)
         names = _compat.axis_names(state.settings.axis)
         workers = math.prod(mesh.shape[name] for name in names)
@@ -139,7 +139,7 @@ def check_own(name: str, opt_state: Any) -> None:
     Raises:
       ValueError: some workers do; the message says what to do.
     """
-    for node in _find.get_states(opt_state):
+    for node in _wrappers.get_states(opt_state):
         if len(found := copies(node)):
             raise ValueError(
                 f"{name} has the residual of another worker on {len(found)} of "
@@ -206,7 +206,7 @@ def check_before_accumulation(updates: Any, inner: Any, params: Any) -> None:
     axis = _index.of(inner).axis
     if not _compat.ranks(axis) and _compat.axis_is_bound(axis):
         _trace_checks.check_not_averaged(updates, axis)
-    for state in _find.get_states(inner):
+    for state in _wrappers.get_states(inner):
         _trace_checks.warn_without_ahead(updates, state, params)
 
 
@@ -264,7 +264,7 @@ def check_not_traced(arguments: Any, in_rounds: bool) -> None:
 
 def check_begins(opt_state: Any) -> None:
     """Checks that a round can begin from this state."""
-    for state in _find.get_states(opt_state):
+    for state in _wrappers.get_states(opt_state):
         every, count = state.settings.every, state.count
         if not isinstance(count, Tracer) and int(count) % every:
             raise ValueError(

@@ -206,7 +206,7 @@ def _walk(tree: Any, field: Field, sparse: SparseAllreduceState | None, found: _
 
 
 def _declares(node: Any) -> bool:
-    return _roles.is_declared(node) or isinstance(node, optax.MultiStepsState)
+    return type(node) in _roles.FIELDS or isinstance(node, optax.MultiStepsState)
 
 
 def _fields_of(node: Any, around: Field) -> Mapping[str, Field]:
@@ -214,7 +214,7 @@ def _fields_of(node: Any, around: Field) -> Mapping[str, Field]:
         others = dict.fromkeys(node._fields, around)
         # After the reduction all workers have the same gradients.
         return {**others, **_AROUND} if _wrappers.reductions(node) else others
-    fields = dict(_roles.fields_of(type(node)) or {})
+    fields = dict(_roles.FIELDS[type(node)])
     if isinstance(node, SparseAllreduceState) and node.settings.by_leaf:
         fields["local"] = dataclasses.replace(fields["local"], rows=Rows.WORKER)
     return fields

@@ -1,7 +1,7 @@
 """Resharding: the residuals for another number of workers."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -79,47 +79,30 @@ def reshard(opt_state: Any, fresh_state: Any) -> Any:
         )
     given = fresh_state
     opt_state, fresh_state = _nnx.arrays(opt_state), _nnx.arrays(fresh_state)
-    old, new = _parts(opt_state), _parts(fresh_state)
-    if old.treedef != new.treedef:
+    (old, _, old_tree), (new, known, tree) = _parts(opt_state), _parts(fresh_state)
+    if old_tree != tree:
         raise ValueError(
-            "opt_state and fresh_state are states of different optimizers: got "
-            f"{old.treedef}, and {new.treedef}. Make fresh_state with the optimizer of opt_state."
+            f"opt_state and fresh_state are states of different optimizers: got {old_tree}, and "
+            f"{tree}. Make fresh_state with the optimizer of opt_state."
         )
     # Everything is checked before anything is moved.
     _check_readable(opt_state)
     workers = _find.workers_of(opt_state), _find.workers_of(fresh_state)
-    parts = list(zip(old.nodes, new.nodes, new.known, strict=True))
-    for path, part in zip(new.paths, parts, strict=True):
-        _check(path, *part, workers)
-    moved = [_moved(*part, workers) for part in parts]
-    return _nnx.like(given, new.treedef.unflatten(moved))
+    for (path, before), (_, fresh), now in zip(old, new, known, strict=True):
+        _check(jax.tree_util.keystr(path), before, fresh, now, workers)
+    pairs = zip(old, new, known, strict=True)
+    moved = [_moved(before, fresh, now, workers) for (_, before), (_, fresh), now in pairs]
+    return _nnx.like(given, tree.unflatten(moved))
 
 
-class _Parts(NamedTuple):
-    """The reductions of a state, and its other arrays.
-
-    Attributes:
-      paths: where each part is.
-      nodes: a :class:`SparseAllreduceState`, or an array.
-      known: the :class:`._index.Leaf` of an array; of a reduction its arrays, in its place.
-      treedef: the tree of the parts.
-    """
-
-    paths: list[str]
-    nodes: list[Any]
-    known: list[Any]
-    treedef: Any
-
-
-def _parts(opt_state: Any) -> _Parts:
+def _parts(opt_state: Any) -> tuple[list[tuple[Any, Any]], list[Any], Any]:
+    """The reductions and the other arrays of a state with their paths, what is known, the tree."""
     structure = jax.tree.structure(opt_state)
     index = _index.index_of(structure)
     index.check()
     _wrappers.check_multi_steps(opt_state)
-    flat, treedef = jax.tree_util.tree_flatten_with_path(opt_state, is_leaf=_find.is_state)
-    known = treedef.flatten_up_to(structure.unflatten(index.leaves))
-    paths = [jax.tree_util.keystr(path) for path, _ in flat]
-    return _Parts(paths, [node for _, node in flat], known, treedef)
+    flat, tree = jax.tree_util.tree_flatten_with_path(opt_state, is_leaf=_wrappers.is_state)
+    return flat, tree.flatten_up_to(structure.unflatten(index.leaves)), tree
 
 
 def _check(path: str, old: Any, new: Any, now: Any, workers: tuple[int, int]) -> None:
@@ -240,7 +223,7 @@ def _reduction(
     return new._replace(**{name: field(name) for name in _FIELDS})
 
 
-_FIELDS = tuple(_roles.fields_of(SparseAllreduceState) or ())
+_FIELDS = tuple(_roles.FIELDS[SparseAllreduceState])
 
 
 def _is_known(node: Any) -> bool:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext._state import _find, _index
+from optax_ext._state import _index, _wrappers
 from optax_ext._step import _accumulation, _buffers, _layout, _trace_checks
 from optax_ext._step._sparse_state import SparseAllreduceState
 from sparse_collectives import _compat, transport
@@ -31,7 +31,7 @@ def residual_tree(
       ValueError: a state of other parameters.
     """
     leaves, treedef = jax.tree.flatten(params)
-    found = _spread(map(leaves_of, _find.get_states(opt_state)), params)
+    found = _spread(map(leaves_of, _wrappers.get_states(opt_state)), params)
     whole = [
         jnp.zeros_like(leaf) if part is None else part
         for leaf, part in zip(leaves, found, strict=True)
@@ -103,7 +103,7 @@ def ahead(params: Any, opt_state: Any) -> Any:
         local = treedef.unflatten([p if m is None else p + m[0].astype(p.dtype) for p, m in pairs])
     if not index.looks_ahead:
         return local
-    states = _find.get_states(opt_state)
+    states = _wrappers.get_states(opt_state)
 
     def stepped() -> Any:
         waiting = residual_tree(opt_state, params, lambda state: _share(state, workers))

@@ -1,4 +1,4 @@
-"""Wrappers of optax that can't be around a reduction of local gradients.
+"""The reductions in an optimizer state, and wrappers of optax that can't be around one.
 
 Their decisions would depend on the gradients of one worker.
 """
@@ -39,6 +39,16 @@ _REDUCTIONS = SparseAllreduceState, DenseState
 def reductions(tree: Any) -> list[Any]:
     """The states of :func:`sparse_allreduce` and :func:`dense` in a tree."""
     return _nodes(tree, _REDUCTIONS)
+
+
+def is_state(node: Any) -> bool:
+    """Whether it is the state of a :func:`sparse_allreduce`."""
+    return isinstance(node, SparseAllreduceState)
+
+
+def get_states(opt_state: Any) -> list[SparseAllreduceState]:
+    """Every :class:`SparseAllreduceState` in ``opt_state``: one for each bucket or group."""
+    return list(filter(is_state, jax.tree.leaves(opt_state, is_leaf=is_state)))
 
 
 def _nodes(tree: Any, kinds: tuple[type, ...]) -> list[Any]:

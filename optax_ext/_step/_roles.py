@@ -81,7 +81,8 @@ class Field:
     part: Part | None = None
 
 
-_FIELDS: dict[type, dict[str, Field]] = {}
+# Of each class of states that declares its fields.
+FIELDS: dict[type, dict[str, Field]] = {}
 
 
 def declared(cls: _T) -> _T:
@@ -104,21 +105,11 @@ def declared(cls: _T) -> _T:
             rows = next((x for x in marks if isinstance(x, Rows)), usual)
             part = next((x for x in marks if isinstance(x, Part)), None)
             fields[name] = Field(role, rows, part)
-    _FIELDS[cls] = fields
+    FIELDS[cls] = fields
     return cls
-
-
-def fields_of(cls: type) -> dict[str, Field] | None:
-    """The declared fields of a class; None for a class of another library."""
-    return _FIELDS.get(cls)
-
-
-def is_declared(node: Any) -> bool:
-    """Whether a node of a pytree is a state that declares its fields."""
-    return type(node) in _FIELDS
 
 
 def names(cls: type, *wanted: Any) -> tuple[str, ...]:
     """The names of the fields whose role, rows or part is one of ``wanted``."""
-    found = _FIELDS[cls].items()
+    found = FIELDS[cls].items()
     return tuple(name for name, x in found if {x.role, x.rows, x.part} & {*wanted})

@@ -191,11 +191,13 @@ def _stripped(state: SparseAllreduceState) -> Any:
     return state._replace(layout=None, settings=None)  # pyright: ignore[reportArgumentType]
 
 
+_SPLIT = _roles.names(SparseAllreduceState, Rows.DEVICE, Rows.DENSE, Rows.SHARD)
+
+
 def _specs(layout: _layout.TreeLayout) -> Any:
     """The specs of a stripped state, over the axes of the sharding."""
     specs: dict[str, Any] = dict.fromkeys(SparseAllreduceState._fields, PartitionSpec())
-    split = _roles.names(SparseAllreduceState, Rows.DEVICE, Rows.DENSE, Rows.SHARD)
-    specs |= dict.fromkeys(split, PartitionSpec(layout.sharding.axes))
+    specs |= dict.fromkeys(_SPLIT, PartitionSpec(layout.sharding.axes))
     return SparseAllreduceState(**{**specs, "layout": None, "settings": None})
 
 

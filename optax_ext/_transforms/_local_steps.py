@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext._state import _find, _host_checks
+from optax_ext._state import _find, _host_checks, _wrappers
 from optax_ext._step import _groups, _roles, _sparse_state, _trace_checks
 from optax_ext._step._roles import MOVED, OF_WORKER, SHARED, STATISTIC, SUMMED
 from optax_ext._transforms import _branch
@@ -259,12 +259,12 @@ def _chosen(which: list[jax.Array], yes: list[Any], no: list[Any], like: Any) ->
 
 
 def _check_outer(states: tuple[Any, ...]) -> None:
-    if not _find.reductions(states):
+    if not _wrappers.reductions(states):
         raise ValueError(
             "outer of optax_ext.local_steps has no sparse allreduce, and no optax_ext.dense, in "
             "it. Write for example outer=optax.chain(optax_ext.dense(axis=...), optax.sgd(1.0))."
         )
-    every = max((state.settings.every for state in _find.get_states(states)), default=1)
+    every = max((state.settings.every for state in _wrappers.get_states(states)), default=1)
     if every > 1:
         raise ValueError(
             f"outer of optax_ext.local_steps has every={every}, and is called once in a round: "
