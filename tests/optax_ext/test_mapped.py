@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import optax_ext
+import sparse_collectives as sc
 from optax_ext._step import _equations
 
 WORKERS, STEPS = 2, 2
@@ -173,3 +174,32 @@ def test_what_the_equations_do_not_prove_to_be_the_same_is_an_error():
 
     with pytest.raises(ValueError, match=r"\.count of the optimizer state differs between"):
         step(PARAMS, state, batches(0))
+
+
+BUTTERFLY = sc.allreduce.published.ssar_recursive_double()
+
+
+@pytest.mark.parametrize(
+    "allreduce", [BUTTERFLY, sc.allreduce.published.gtopk(density=0.5)], ids=str
+)
+def test_equations_prove_totals_that_workers_make_by_messages(name):
+    """Nothing is averaged that all have alike: the same bits as from a step with types."""
+    selector = sc.select.topk(density=0.5)
+    exchange = optax_ext.sparse_allreduce(selector, BY_MESSAGES[name], axis="data")
+    tx, mesh = optax.chain(exchange, optax.sgd(0.1)), jax.make_mesh((3,), ("data",))
+    batches = [np.concatenate([batch_of(i), batch_of(i + 9)])[:6] for i in range(3)]
+
+    @optax_ext.data_parallel
+    def by_hand(params, state, batch):
+        loss, gradients = jax.value_and_grad(recurrent)(params, batch)
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    results = []
+    for step in (by_hand, optax_ext.make_train_step(recurrent, tx, mesh, donate=False)):
+        params, state = PARAMS, optax_ext.init_state(tx, PARAMS, mesh)
+        for batch in batches:
+            params, state, _ = step(params, state, batch)
+        results.append(jax.tree.leaves((params, state[0].residual)))
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_array_equal(one, other)
