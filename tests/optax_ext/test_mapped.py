@@ -176,12 +176,13 @@ def test_what_the_equations_do_not_prove_to_be_the_same_is_an_error():
         step(PARAMS, state, batches(0))
 
 
-BUTTERFLY = sc.allreduce.published.ssar_recursive_double()
+BY_MESSAGES = {
+    "ssar_recursive_double": sc.allreduce.published.ssar_recursive_double(),
+    "gtopk": sc.allreduce.published.gtopk(density=0.5),
+}
 
 
-@pytest.mark.parametrize(
-    "allreduce", [BUTTERFLY, sc.allreduce.published.gtopk(density=0.5)], ids=str
-)
+@pytest.mark.parametrize("name", BY_MESSAGES)
 def test_equations_prove_totals_that_workers_make_by_messages(name):
     """Nothing is averaged that all have alike: the same bits as from a step with types."""
     selector = sc.select.topk(density=0.5)
