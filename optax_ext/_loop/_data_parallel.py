@@ -40,8 +40,8 @@ def data_parallel(
         typed PRNG keys (``jax.random.key``, ``nnx.Rngs``), which each worker changes into its own.
         Leaves that are neither arrays nor integers are constants, as with ``eqx.filter_jit``.
       examples: how many of the last arguments are the batch, such as 2 for ``step(state, x, y)``.
-      check_vma: whether the equations of the step have to prove that what is not averaged, such as
-        parameters, is the same on all workers. False: the results of the first are taken.
+      check_vma: whether the equations of the step have to prove that all workers have the same
+        parameters, and the same of all else that is not averaged. False: the results of the first are taken.
       donate: whether the arrays of all other arguments are donated, as by :func:`make_train_step`.
       steps_in_flight: as for :func:`make_train_step`.
 

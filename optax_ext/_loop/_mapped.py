@@ -27,16 +27,9 @@ def mapped(
     check_vma: bool,
     manual: AxisName = (),
 ) -> Callable[..., Any]:
-    """``function``, run by all workers of a mesh at the same time.
+    """``function`` of one worker, run by all workers of a mesh.
 
-    Args:
-      function: a function of the arguments of one worker.
-      mesh: the mesh.
-      ins: the specs of the arguments.
-      outs: the specs of the results.
-      check_vma: whether JAX proves that results which ``outs`` says are the same on all workers
-        are.
-      manual: the axes of the workers, if the compiler handles all others; ``()`` for all axes.
+    The compiler handles all axes but ``manual``, the axes of the workers; ``()`` stands for all.
     """
     names = {"axis_names": set(_compat.axis_names(manual))} if manual else {}
     return jax.shard_map(
@@ -128,7 +121,7 @@ class Step(NamedTuple):
         """``(params, opt_state, loss)`` from ``made``, the result of :meth:`gradients`.
 
         The loss is the mean over the workers, or of each if they take steps on their own. In a
-        round, ``phase(*more)`` is the phase of the step, and ``specs`` are those of ``more``.
+        round, ``phase(*more)`` is the phase of the step; ``more`` has the specs ``specs``.
         """
 
         def of_worker(params: Any, opt_state: Any, made: Any, *more: Any) -> Any:

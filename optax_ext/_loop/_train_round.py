@@ -55,8 +55,8 @@ def make_train_round(
         exchange: with ``jax.config.update("jax_num_cpu_devices", 2)`` the second device of each
         host, or the CPU devices of hosts with GPUs, which we have not tried. The residuals are
         copied to these devices, n float32 each way.
-      has_aux: whether the loss also returns auxiliary values. Those of each worker at each step are
-        a fourth result, with leading axes ``[H, P]``.
+      has_aux: whether the loss also returns auxiliary values. The values of each worker at each
+        step are a fourth result, with leading axes ``[H, P]``.
       check_vma: as for :func:`make_train_step`.
       donate: as for :func:`make_train_step`.
       steps_in_flight: as for :func:`make_train_step`: how many rounds may be pending.

@@ -100,13 +100,6 @@ def check_axis(axis: Any, names: tuple[str, ...]) -> None:
         )
 
 
-# The advice for a state that is already damaged.
-_GO_ON = (
-    "To continue with the remaining residuals (the others are lost): optax_ext.reshard(opt_state, "
-    "optax_ext.init_state(tx, params, mesh))"
-)
-
-
 def copies(node: SparseAllreduceState) -> np.ndarray:
     """The workers whose residual is a copy of another worker's, ``i32[c]``, in this process.
 
@@ -134,11 +127,7 @@ def copies(node: SparseAllreduceState) -> np.ndarray:
 
 
 def check_own(name: str, opt_state: Any) -> None:
-    """Checks that no worker has the residual of another one.
-
-    Raises:
-      ValueError: some workers do; the message says what to do.
-    """
+    """Checks that no worker has the residual of another one."""
     for node in _wrappers.get_states(opt_state):
         if len(found := copies(node)):
             raise ValueError(
@@ -146,16 +135,14 @@ def check_own(name: str, opt_state: Any) -> None:
                 f"{node.settings.workers} workers ({_listed(found)}): the state of one was copied "
                 "to all, as flax.jax_utils.unreplicate and replicate do, or a mapped function "
                 "returned it by out_specs without the axis. Save and restore the whole state with "
-                f"its leading axis, and write optax_ext.state_specs(opt_state). {_GO_ON}."
+                "its leading axis, and write optax_ext.state_specs(opt_state). To continue with "
+                "the remaining residuals (the others are lost): optax_ext.reshard(opt_state, "
+                "optax_ext.init_state(tx, params, mesh))."
             )
 
 
 def check_whole(name: str, node: SparseAllreduceState) -> None:
-    """Checks that a state comes from ``jax.pmap`` or a mesh, and not from a single worker.
-
-    Raises:
-      ValueError: it has the rows of fewer workers than it was made for.
-    """
+    """Checks that a state has the rows of all workers that it was made for."""
     workers = node.settings.workers
     if np.ndim(node.residual) != 2 or _compat.ranks(node.settings.axis) or node.workers >= workers:
         return
@@ -196,13 +183,7 @@ def check_all_rows(name: str, node: SparseAllreduceState) -> None:
 
 
 def check_before_accumulation(updates: Any, inner: Any, params: Any) -> None:
-    """Checks that gradients are local, and taken at ``ahead`` if the optimizer needs it.
-
-    Args:
-      updates: the gradients.
-      inner: the state of the wrapped transformation.
-      params: the parameters, or None.
-    """
+    """Checks that gradients before ``inner`` are local, and at ``ahead`` if it looks ahead."""
     axis = _index.of(inner).axis
     if not _compat.ranks(axis) and _compat.axis_is_bound(axis):
         _trace_checks.check_not_averaged(updates, axis)
@@ -291,11 +272,7 @@ def check_global(batch: Any, mesh: Mesh, opt_state: Any, in_rounds: bool) -> Non
 
 
 def check_batch(batch: Any, mesh: Mesh, axis: AxisName) -> None:
-    """Checks that the leading dimension of each leaf can be split over the workers.
-
-    Raises:
-      ValueError: a leaf for which it can't.
-    """
+    """Checks that the leading dimension of each leaf can be split over the workers."""
     workers = math.prod(mesh.shape[name] for name in _compat.axis_names(axis))
     for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
         name, shape = f"batch{jax.tree_util.keystr(path)}", jnp.shape(leaf)

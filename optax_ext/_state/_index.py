@@ -1,7 +1,7 @@
-"""An index of an optimizer state: what each of its arrays is to the workers.
+"""An index of an optimizer state: the role of each array for the workers.
 
-It is made once for each structure of a state, from what the states in it declare of their fields
-(:mod:`optax_ext._step._roles`). Wrappers of other libraries are passed through; none is recognised
+It is made once for each structure of a state, from the declarations of the states in it
+(:mod:`optax_ext._step._roles`). Wrappers of other libraries are passed through; none is recognized
 by the names of its fields.
 """
 
@@ -28,13 +28,9 @@ _AROUND = {"acc_grads": Field(Role.SUMMED, Rows.JOINED)}
 
 
 class Leaf(NamedTuple):
-    """An array of a state.
+    """An array of a state; ``spec`` is over the axes of the workers, of shards, and of devices.
 
-    Attributes:
-      role: what happens to it when workers come or go.
-      rows: of whom it has rows.
-      spec: its PartitionSpec over the axes of the workers, of shards, and of a worker's devices.
-      reduces: whether it belongs to a sparse reduction itself.
+    ``reduces`` says whether it is in the state of a sparse reduction, and not around one.
     """
 
     role: Role
@@ -62,7 +58,7 @@ class Index:
       moves: the movements of local steps.
       axes: the axes that the reductions name; one, unless there is a mistake.
       only_sparse: whether no reduction is dense.
-      misuse: what is wrong with the wrappers around the reductions, or None.
+      misuse: an error text about the wrappers around the reductions, or None.
     """
 
     leaves: tuple[Leaf, ...]
@@ -184,7 +180,7 @@ def _made(structure: Any) -> Index:
 
 
 class _Found(NamedTuple):
-    """Of each leaf the field and the sparse reduction around it, and the movements."""
+    """The field and the sparse reduction around each leaf, and the movements."""
 
     leaves: list[tuple[Field, SparseAllreduceState | None]]
     moves: list[Moved]

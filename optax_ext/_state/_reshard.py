@@ -96,7 +96,7 @@ def reshard(opt_state: Any, fresh_state: Any) -> Any:
 
 
 def _parts(opt_state: Any) -> tuple[list[tuple[Any, Any]], list[Any], Any]:
-    """The reductions and the other arrays of a state with their paths, what is known, the tree."""
+    """The reductions and other arrays of a state with their paths, their index, and the tree."""
     structure = jax.tree.structure(opt_state)
     index = _index.index_of(structure)
     index.check()

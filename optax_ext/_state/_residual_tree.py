@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
 
 from optax_ext._state import _index, _wrappers
 from optax_ext._step import _accumulation, _buffers, _layout, _trace_checks
@@ -130,9 +131,9 @@ def _share(state: SparseAllreduceState, workers: int) -> Any:
         mine = _share_of_part(residual, part, settings, workers)
         return _layout.gather(mine, layout)
 
-    specs = _layout.specs_of(layout)
+    split, leaves = PartitionSpec(layout.sharding.axes), _layout.specs_of(layout)
     return _layout.on_each_device(
-        of_device, layout.sharding, settings.axis, in_specs=(specs.split,), out_specs=specs.leaves
+        of_device, layout.sharding, settings.axis, in_specs=(split,), out_specs=leaves
     )(_own_residual(state))
 
 

@@ -59,7 +59,7 @@ def _nodes(tree: Any, kinds: tuple[type, ...]) -> list[Any]:
 
 
 def misuse(tree: Any) -> str | None:
-    """What is wrong with the wrappers around the reductions of an optimizer state, or None."""
+    """The error text about wrappers around the reductions of an optimizer state, or None."""
     for node in _nodes(tree, (tuple,)):
         if isinstance(node, SparseAllreduceState):
             continue

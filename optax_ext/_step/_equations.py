@@ -1,7 +1,7 @@
 """Reads traced equations: what a value was made from, and whether workers may differ in it.
 
 Types of JAX say the latter under ``shard_map(check_vma=True)``, but there a loop that starts from
-zeros and goes on with values of one worker is an error, and so is most of what is written for one
+zeros and goes on with values of one worker is an error, and with it much that was written for one
 device.
 """
 
@@ -189,7 +189,7 @@ def _varying_results(eqn: Any, inputs: list[bool], name: Any) -> list[bool]:
 
 
 def _asks_for_worker(closed: Any, name: Any) -> bool:
-    """Whether an equation inside may give each worker another result by itself."""
+    """Whether an equation inside may give each worker another result for equal operands."""
     jaxpr, _ = _compat.open_jaxpr(closed)
     return any(
         name in _compat.axes_of(eqn)

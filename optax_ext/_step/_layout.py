@@ -13,7 +13,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -97,7 +97,7 @@ class TreeLayout:
       device_axes: if the leaves are the part of one device, the axes over whose devices the
         parameters are divided; otherwise empty.
       of_placeholder: whether it is the layout of the placeholder for which
-        ``optax.tree.map_params`` calls ``init``, which compares equal to that of any parameters.
+        ``optax.tree.map_params`` calls ``init``, which compares equal to any layout.
     """
 
     treedef: Any
@@ -251,30 +251,12 @@ def gather(tree: Any, layout: TreeLayout) -> Any:
     return jax.tree.unflatten(layout.treedef, shards)
 
 
-class Specs(NamedTuple):
-    """PartitionSpecs over the axes of a :class:`Sharding`, for arguments of a region.
-
-    Attributes:
-      leaves: a tree of specs for the shards of the leaves.
-      split: for arrays with a row for each device, along the leading dimension.
-      whole: for arrays that are the same on all devices of a worker.
-    """
-
-    leaves: Any
-    split: PartitionSpec
-    whole: PartitionSpec
-
-
-def specs_of(layout: TreeLayout) -> Specs:
-    """The specs for leaves of ``layout``."""
+def specs_of(layout: TreeLayout) -> Any:
+    """The specs of the leaves over the axes of their sharding, for arguments of a region."""
     sharding, leaves = layout.sharding, [PartitionSpec()] * len(layout.shapes)
     if sharding.axes:
         leaves = [sharding.spec(i) for i in range(len(layout.shapes))]
-    return Specs(
-        jax.tree.unflatten(layout.treedef, leaves),
-        PartitionSpec(sharding.axes),
-        PartitionSpec(),
-    )
+    return jax.tree.unflatten(layout.treedef, leaves)
 
 
 def on_each_device(

@@ -38,14 +38,14 @@ class Role(enum.Enum):
 
 
 class Rows(enum.Enum):
-    """Of whom an array has a row, along its leading dimension."""
+    """Who has a row of an array, along its leading dimension."""
 
     NONE = enum.auto()
     WORKER = enum.auto()
-    # Of each device of each worker; the second is a row of the dense leaves.
+    # Each device of each worker has one; the second has the dense leaves.
     DEVICE = enum.auto()
     DENSE = enum.auto()
-    # Of each shard of the buffer, and of each device of a worker.
+    # Each shard of the buffer has one, on each device of a worker.
     SHARD = enum.auto()
     # The rows of a worker are as many as a parameter has.
     JOINED = enum.auto()
@@ -81,7 +81,7 @@ class Field:
     part: Part | None = None
 
 
-# Of each class of states that declares its fields.
+# The fields of each class of states that declares them.
 FIELDS: dict[type, dict[str, Field]] = {}
 
 

@@ -103,7 +103,7 @@ class Transformation:
         before = _stripped(state)
         if self._of_leaves is not None:
             before = before._replace(local=())
-        leaves, specs = _layout.specs_of(layout).leaves, _specs(layout)
+        leaves, specs = _layout.specs_of(layout), _specs(layout)
         updates, new = _layout.on_each_device(
             lambda *args: self._on_device(layout, *args),
             layout.sharding,
