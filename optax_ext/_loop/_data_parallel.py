@@ -41,7 +41,8 @@ def data_parallel(
         Leaves that are neither arrays nor integers are constants, as with ``eqx.filter_jit``.
       examples: how many of the last arguments are the batch, such as 2 for ``step(state, x, y)``.
       check_vma: whether the equations of the step have to prove that all workers have the same
-        parameters, and the same of all else that is not averaged. False: the results of the first are taken.
+        parameters, and the same of all else that is not averaged. False: the results of the first
+        worker are taken.
       donate: whether the arrays of all other arguments are donated, as by :func:`make_train_step`.
       steps_in_flight: as for :func:`make_train_step`.
 
