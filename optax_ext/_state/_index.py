@@ -127,10 +127,12 @@ class Index:
             "the same workers. Give each the same axis=, as a tuple if it has several names."
         )
 
-    def check(self) -> None:
-        """Raises a ValueError if a wrapper around a reduction decides by one worker's gradients."""
+    def check(self, opt_state: Any) -> None:
+        """Raises a ValueError if a wrapper around a reduction, or its state, can't be there."""
         if self.misuse is not None:
             raise ValueError(self.misuse)
+        if any(leaf.rows is Rows.JOINED for leaf in self.leaves):
+            _wrappers.check_multi_steps(opt_state)
 
     def moved(self, leaves: list[Any]) -> list[Any]:
         """How far each worker has moved, from all leaves of a state, with a leading axis."""

@@ -9,7 +9,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from optax_ext._state import _host_checks, _index, _wrappers
+from optax_ext._state import _host_checks, _index
 from optax_ext._step._given import Given
 from optax_ext._step._roles import Rows
 from sparse_collectives import AxisName, _compat
@@ -54,11 +54,10 @@ def on_axes(specs: Any, manual: AxisName | None) -> Any:
 def _all_specs(opt_state: Any) -> Any:
     leaves, treedef = jax.tree.flatten(opt_state)
     index = _index.index_of(treedef)
-    index.check()
+    index.check(opt_state)
     if not index.axes:
         return treedef.unflatten(map(_placed_spec, leaves))
     _host_checks.check_mesh_axis(index.axis)
-    _wrappers.check_multi_steps(opt_state)
     if not index.is_parted:
         return treedef.unflatten(index.specs)
 
@@ -206,7 +205,7 @@ def placements(opt_state: Any, params: Any, given: Given) -> Any:
 
     flat, treedef = jax.tree_util.tree_flatten_with_path(opt_state)
     index = _index.index_of(treedef)
-    index.check()
+    index.check(opt_state)
 
     def spec(known: _index.Leaf, path: tuple, shape: tuple[int, ...]) -> PartitionSpec:
         if known.rows is Rows.NONE:

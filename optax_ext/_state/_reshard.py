@@ -99,8 +99,7 @@ def _parts(opt_state: Any) -> tuple[list[tuple[Any, Any]], list[Any], Any]:
     """The reductions and other arrays of a state with their paths, their index, and the tree."""
     structure = jax.tree.structure(opt_state)
     index = _index.index_of(structure)
-    index.check()
-    _wrappers.check_multi_steps(opt_state)
+    index.check(opt_state)
     flat, tree = jax.tree_util.tree_flatten_with_path(opt_state, is_leaf=_wrappers.is_state)
     return flat, tree.flatten_up_to(structure.unflatten(index.leaves)), tree
 
