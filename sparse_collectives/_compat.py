@@ -271,6 +271,8 @@ def axes_of_effects(eqn: Any) -> set[Hashable]:
 
 def axes_of(eqn: Any) -> set[Hashable]:
     """The mesh axes of a collective, or of another equation that names axes; empty for the rest."""
+    if eqn.primitive.name in ("pvary", "reduced_vary_cast_p"):
+        return set()  # They change types only.
     params = (eqn.params.get(name, ()) for name in ("axes", "axis_name"))
     named = (x if isinstance(x, (tuple, frozenset)) else (x,) for x in params)
     # Positions of dimensions are numbers. Not every collective has an effect.

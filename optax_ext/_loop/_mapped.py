@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
@@ -101,7 +102,7 @@ class Step(NamedTuple):
             if self.check_vma:
                 loss = made[0][0] if self.has_aux else made[0]
                 _trace_checks.check_loss_is_local(loss, workers.axis)
-            return _sparse_state.with_lead(made)
+            return _sparse_state.with_lead(jax.tree.map(jnp.asarray, made))
 
         ins = WHOLE, workers.mapped_specs, workers.own
         return self._mapped(of_worker, workers, ins, workers.own, check_vma=False)(

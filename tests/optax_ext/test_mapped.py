@@ -31,7 +31,8 @@ def recurrent(params, batch):
 
 
 def with_aux(params, batch):
-    return recurrent(params, batch), {"mean": batch.mean(), "shape": jnp.zeros(batch.shape[:1])}
+    aux = {"mean": batch.mean(), "shape": jnp.zeros(batch.shape[:1]), "number": 2.0}
+    return recurrent(params, batch), aux
 
 
 def optimizer(every=None):
@@ -93,9 +94,10 @@ def test_each_way_takes_each_option_and_trains_a_scan_from_zeros(way, options):
     lead = (STEPS, WORKERS) if way == "round" else ()
     assert loss.shape == lead
     if "has_aux" in options:
-        (aux,) = aux if len(aux) == 1 else ({"mean": aux[0]["mean"], "shape": aux[0]["shape"]},)
+        (aux,) = aux
         assert aux["mean"].shape == lead
         assert aux["shape"].shape == (*lead, 4 // WORKERS)
+        assert np.all(np.asarray(aux["number"]) == 2.0)
 
 
 @pytest.mark.parametrize("way", ["step", "data_parallel"])
