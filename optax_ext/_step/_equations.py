@@ -86,17 +86,29 @@ def _kind(eqn: Any, name: Any) -> int:
     An equation with inner equations (a call, a loop, a branch) is a reduction only if all of its
     results are reduced, as in ``jax.jit(lambda x: jax.lax.pmean(x, axis))``.
     """
-    inner = _compat.jaxprs_in(eqn)
+    inner = [_compat.open_jaxpr(jaxpr)[0] for jaxpr in _compat.jaxprs_in(eqn)]
     if not inner:
         if name in _compat.axes_of(eqn):
             whole = eqn.params.get("axis_index_groups") is None
             return _REDUCTION if eqn.primitive.name in _REDUCTIONS and whole else _OTHER
         return _OTHER if _compat.has_side_effects(eqn) else _OPERANDS
-    count = len(eqn.invars)
-    if any(_varying_results(eqn, [False] * count, name)):
+    if any(_kind(e, name) == _OTHER for jaxpr in inner for e in jaxpr.eqns):
         return _OTHER
-    sums = any(_names_axis(jaxpr, name) for jaxpr in inner)
-    return _OPERANDS if any(_varying_results(eqn, [True] * count, name)) or not sums else _REDUCTION
+    return _REDUCTION if all(_all_reduced(jaxpr, name) for jaxpr in inner) else _OPERANDS
+
+
+def _all_reduced(jaxpr: Any, name: Any) -> bool:
+    """Whether every result of a jaxpr comes from reductions only."""
+    made = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
+    stack = [x for x in jaxpr.outvars if _compat.is_variable(x)]
+    reduced = bool(stack)
+    while stack:
+        eqn = made.get(stack.pop())
+        if eqn is None:
+            return False
+        if _kind(eqn, name) == _OPERANDS:
+            stack.extend(x for x in eqn.invars if _compat.is_variable(x))
+    return reduced
 
 
 def varying(closed: Any, inputs: Sequence[bool], axis: AxisName) -> list[bool]:
@@ -177,7 +189,7 @@ def _varying_results(eqn: Any, inputs: list[bool], name: Any) -> list[bool]:
 
 
 def _names_axis(closed: Any, name: Any) -> bool:
-    """Whether an equation inside is a collective over the axis, or asks for the worker on it."""
+    """Whether an equation inside may give each worker another result for equal operands."""
     jaxpr, _ = _compat.open_jaxpr(closed)
     return any(
         name in _compat.axes_of(eqn) or any(_names_axis(x, name) for x in _compat.jaxprs_in(eqn))
