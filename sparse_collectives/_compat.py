@@ -185,9 +185,9 @@ def to_varying(tree: Any, axis: AxisName) -> Any:
 def to_invarying(x: jax.Array, axis: AxisName) -> jax.Array:
     """Types ``x``, which has the same bits on every worker of ``axis``, as replicated.
 
-    jax gives this type only to results of its own collectives. A no-op if types are not tracked.
+    jax gives this type only to results of its own collectives.
     """
-    if not is_varying(x, axis):
+    if is_communicator(axis) or (checks_varying(axis) and not is_varying(x, axis)):
         return x
     return _to_invarying_primitive().bind(x, axes=frozenset(axis_names(axis)))
 
@@ -240,6 +240,13 @@ def open_jaxpr(x: Any) -> tuple[Any, Sequence[Any]]:
     return (x.jaxpr, x.consts) if hasattr(x, "consts") else (x, ())
 
 
+def evaluated(closed: Any, arguments: Sequence[Any]) -> list[Any]:
+    """The results of a closed jaxpr."""
+    from jax.extend import core  # Slow to import, and not needed by most programs.
+
+    return core.jaxpr_as_fun(closed)(*arguments)
+
+
 def is_variable(x: Any) -> bool:
     """Whether an operand or a result is a variable, and not a literal."""
     return not hasattr(x, "val")
@@ -260,6 +267,17 @@ def named_scopes(eqn: Any) -> tuple[str, ...]:
 def axes_of_effects(eqn: Any) -> set[Hashable]:
     """The mesh axes over which an equation, by its effects, synchronizes the workers."""
     return {effect.name for effect in eqn.effects if _is_over_axis(effect)}
+
+
+def axes_of(eqn: Any) -> set[Hashable]:
+    """The mesh axes of a collective, or of another equation that names axes; empty for the rest."""
+    if eqn.primitive.name in ("pvary", "reduced_vary_cast_p"):
+        return set()  # They change types only.
+    params = (eqn.params.get(name, ()) for name in ("axes", "axis_name"))
+    named = (x if isinstance(x, (tuple, frozenset)) else (x,) for x in params)
+    # Positions of dimensions are numbers. Not every collective has an effect.
+    found = {name for names in named for name in names if not isinstance(name, int | None)}
+    return found | axes_of_effects(eqn)
 
 
 def has_side_effects(eqn: Any) -> bool:

@@ -228,12 +228,9 @@ def test_a_mesh_with_explicit_axes_may_be_set(tx):
 WITH_TRACE = optax.chain(optax.trace(0.9), optax_ext.ok_topk(0.1, axis="data"), optax.sgd(0.1))
 
 
-# An error follows the warning that the first case gives.
-@pytest.mark.filterwarnings("ignore:the gradients were taken at params")
 @pytest.mark.parametrize(
     ("step", "batch", "message"),
     [
-        (lambda tx: step_of(tx, at=lambda params, _: params), None, r"optax_ext\.ahead\(params"),
         (lambda tx: step_of(tx, summed=True), None, "pmean or psum of the gradients"),
         (lambda tx: jax.jit(optax_ext.data_parallel(step_of(tx))), None, "take out the jit"),
         (
@@ -245,12 +242,27 @@ WITH_TRACE = optax.chain(optax.trace(0.9), optax_ext.ok_topk(0.1, axis="data"), 
         (step_of, (BATCHES[0], jax.random.key(0)), r"batch\[1\] is one PRNG key"),
         (step_of, BATCHES[0][:9], r"\(9, 6\): its leading dimension must be a multiple"),
     ],
-    ids=["no ahead", "pmean", "jit around it", "counts", "scalar", "key", "rest"],
+    ids=["pmean", "jit around it", "counts", "scalar", "key", "rest"],
 )
 def test_a_step_that_cannot_be_is_an_error(step, batch, message, tx, opt_state):
     step = step(tx)
     take = step if hasattr(step, "lower") else optax_ext.data_parallel(step)
     refused(message, take, PARAMS, opt_state, BATCHES[0] if batch is None else batch)
+
+
+def test_a_gradient_that_is_not_taken_ahead_is_local_and_warned_of_where_it_is_given(tx, opt_state):
+    step = optax_ext.data_parallel(step_of(tx, at=lambda params, _: params))
+    with pytest.warns(UserWarning, match=r"optax_ext\.ahead\(params, opt_state\)") as found:
+        step(PARAMS, opt_state, BATCHES[0])
+    assert [warning.filename for warning in found] == [__file__]
+    # Without a look-ahead there is nothing to warn of.
+    exchange = optax_ext.with_mesh(optax_ext.topk_a(0.5, axis="data"), mesh(WORKERS))
+    state = exchange.init(PARAMS)
+    results = [
+        optax_ext.data_parallel(step_of(exchange, at=at))(PARAMS, state, BATCHES[0])
+        for at in (optax_ext.ahead, lambda params, _: params)
+    ]
+    jax.tree.map(np.testing.assert_array_equal, *results)
 
 
 def test_a_state_that_cannot_be_is_an_error(tx, opt_state):

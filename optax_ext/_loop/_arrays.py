@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import Mesh
 
+from optax_ext._state._host_checks import is_deleted
 from sparse_collectives import _validation
 
 
@@ -59,16 +60,6 @@ class Returned:
         if any(id(leaf) in self._ids for leaf in examples):
             return None
         return self._places
-
-
-def is_traced(tree: Any) -> bool:
-    """Whether any leaf belongs to a program that is being traced."""
-    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree))
-
-
-def is_deleted(leaf: Any) -> bool:
-    """Whether a step has taken over an array."""
-    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted()
 
 
 def unshared(donated: Any, batch: Any) -> tuple[Any, Any]:

@@ -11,19 +11,27 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from optax_ext._loop import _ahead, _arrays, _places, _step_checks
-from optax_ext._state import _find, _nnx, _placement
+from optax_ext._loop import _ahead, _arrays, _mapped, _places
+from optax_ext._state import _find, _host_checks, _nnx, _placement, _wrappers
+from optax_ext._step import _equations
 from sparse_collectives import AxisName, _compat, transport
 
 _ARRAY, _WHOLE = object(), PartitionSpec()
 
 
-def data_parallel(step: Callable[..., Any] | None = None, *, examples: int = 1) -> Any:
+def data_parallel(
+    step: Callable[..., Any] | None = None,
+    *,
+    examples: int = 1,
+    check_vma: bool = True,
+    donate: bool = False,
+    steps_in_flight: int | None = None,
+) -> Any:
     """Runs the training step of a program for one device on every worker, instead of ``jax.jit``.
 
     The program keeps its step as flax, equinox, haiku or optax have it, except that gradients are
     taken at :func:`ahead`, and that its optimizer is one of this library, with a state on a mesh
-    (:func:`with_mesh`, :func:`init_state`). Nothing is donated.
+    (:func:`with_mesh`, :func:`init_state`).
 
     Args:
       step: a function of positional arguments, the last of which is the batch: its leaves are split
@@ -32,6 +40,11 @@ def data_parallel(step: Callable[..., Any] | None = None, *, examples: int = 1) 
         typed PRNG keys (``jax.random.key``, ``nnx.Rngs``), which each worker changes into its own.
         Leaves that are neither arrays nor integers are constants, as with ``eqx.filter_jit``.
       examples: how many of the last arguments are the batch, such as 2 for ``step(state, x, y)``.
+      check_vma: whether the equations of the step have to prove that all workers have the same
+        parameters, and the same of all else that is not averaged. False: the results of the first
+        worker are taken.
+      donate: whether the arrays of all other arguments are donated, as by :func:`make_train_step`.
+      steps_in_flight: as for :func:`make_train_step`.
 
     Returns:
       The jitted step; without ``step``, a decorator. Floats in its results that differ between the
@@ -58,51 +71,81 @@ def data_parallel(step: Callable[..., Any] | None = None, *, examples: int = 1) 
       [1.0, -1.8]
     """
     if step is None:
-        return functools.partial(data_parallel, examples=examples)
+        return functools.partial(
+            data_parallel,
+            examples=examples,
+            check_vma=check_vma,
+            donate=donate,
+            steps_in_flight=steps_in_flight,
+        )
     made: dict[Any, Any] = {}
-    queue = _arrays.Queue(2)
+    queues: dict[Any, _arrays.Queue] = {}
 
-    @functools.partial(jax.jit, static_argnums=0)
-    def jitted(static: Any, arrays: list[Any]) -> Any:
+    @functools.partial(jax.jit, static_argnums=0, donate_argnums=1 if donate else ())
+    def jitted(static: Any, kept: list[Any], batch: list[Any]) -> Any:
         mesh, given, specs = static
+        arrays = [*kept, *batch]
         axis = _find.axis_of(_joined(given, arrays))
         kinds = list(dict.fromkeys([_WHOLE, *specs]))
 
         def of_worker(arrays: list[Any]) -> list[list[Any]]:
-            args = _joined(given, arrays)
-            own = jax.tree.map(lambda x: _own_key(x, axis) if _is_key(x) else x, args[:-examples])
-            results = step(*own, *args[-examples:]), list(filter(_nnx.is_module, own))
-            leaves, found, given_back = _split(results, _specs(results))
-            made[static] = given_back, [kinds.index(spec) for spec in found]
-            places = _places_of(results)
-            leaves = [_agreed(*x, axis) for x in zip(leaves, found, places, strict=True)]
+            about: list[Any] = []
+
+            def traced(arrays: list[Any]) -> list[Any]:
+                args = _joined(given, arrays)
+                own = jax.tree.map(
+                    lambda x: _own_key(x, axis) if _is_key(x) else x, args[:-examples]
+                )
+                results = step(*own, *args[-examples:]), list(filter(_nnx.is_module, own))
+                leaves, found, given_back = _split(results, _specs(results))
+                made[static] = given_back, [kinds.index(spec) for spec in found]
+                about.extend(zip(found, _places_of(results), strict=True))
+                return leaves
+
+            # Without types: a scan that starts from zeros would be an error of types.
+            closed = jax.make_jaxpr(traced)(arrays)
+            differ = _equations.varying(closed, [bool(len(spec)) for spec in specs], axis)
+            leaves = _compat.evaluated(closed, arrays)
+            found = [spec for spec, _ in about]
+            if check_vma:
+                results = zip(leaves, differ, about, strict=True)
+                leaves = [
+                    _agreed(x, spec, place, axis) if own else x for x, own, (spec, place) in results
+                ]
             return [[x for x, s in zip(leaves, found, strict=True) if s == kind] for kind in kinds]
 
-        run = jax.shard_map(of_worker, mesh=mesh, in_specs=(list(specs),), out_specs=kinds)
-        return run(arrays)
+        run = _mapped.mapped(of_worker, mesh, (list(specs),), kinds, check_vma=False)
+        # The second has no other user, who might donate it, so that its end can be waited for.
+        return run(arrays), jnp.zeros(())
 
     @functools.wraps(step)
     def everywhere(*args: Any) -> Any:
         axis, mesh = _find.axis_of(args), _mesh_of(args)
         batch = args[-1] if examples == 1 else args[-examples:]
-        _step_checks.check_global(batch, mesh, args, in_rounds=False)
-        _step_checks.check_batch(batch, mesh, axis)
+        _host_checks.check_global(batch, mesh, args, in_rounds=False)
+        _host_checks.check_batch(batch, mesh, axis)
         split = jax.tree.map(lambda _: PartitionSpec(axis), batch)
         arrays, specs, given = _split(args, (_specs(args[:-examples]), split))
         static = mesh, given, tuple(specs)
         if static not in made:
-            _step_checks.check_workers(mesh, args)
+            _host_checks.check_workers(args, mesh)
         where = [NamedSharding(mesh, spec) for spec in specs]
         arrays = _places.Places(where, [], where[0], sharded=False).put(arrays)
+        others = len(arrays) - sum(map(_ahead.is_array, jax.tree.leaves(batch)))
+        kept, batch = arrays[:others], arrays[others:]
+        if donate:
+            kept, batch = _arrays.unshared(kept, batch)
+        if mesh not in queues:
+            queues[mesh] = _arrays.Queue(_arrays.limit(steps_in_flight or 2, mesh))
         try:
             with _placement.around(mesh):
-                rows = jitted(static, arrays)
+                rows, done = jitted(static, kept, batch)
         except (TypeError, ValueError) as error:
             if static not in made and len(args) > examples + 1:
                 split = "argument was" if examples == 1 else f"{examples} arguments were"
                 error.add_note(f"Only the last {split} split over the workers (examples=).")
             raise
-        queue.add(min(jax.tree.leaves(rows), key=lambda x: x.size))
+        queues[mesh].add(done)
         given_back, kinds = made[static]
         left = list(map(iter, rows))
         results, modules = _joined(given_back, [next(left[kind]) for kind in kinds])
@@ -136,20 +179,20 @@ def _specs(tree: Any) -> Any:
     """The specs of each part of a tuple alone, since ``state_specs`` fails on ``nnx.Rngs``."""
     if type(tree) in (tuple, list):
         return list(map(_specs, tree))
-    if _find.reductions(tree):
+    if _wrappers.reductions(tree):
         return _placement.state_specs(tree)
     return jax.tree.map(lambda _: _WHOLE, tree)
 
 
 def _mesh_of(args: Any) -> Any:
     """The mesh of the optimizer state, whose parameters are whole on each device."""
-    for state in _find.get_states(args):
+    for state in _wrappers.get_states(args):
         if state.layout.sharding.axes or state.settings.every > 1:
             raise ValueError(
                 "data_parallel is for parameters that are whole on each device, and for exchanges "
                 "at every step: use optax_ext.make_train_step(loss_fn, tx, mesh)."
             )
-    for x in jax.tree.leaves(_find.reductions(args)):
+    for x in jax.tree.leaves(_wrappers.reductions(args)):
         if isinstance(x, Tracer):
             raise ValueError("data_parallel compiles the step: take out the jit that is around it.")
         if isinstance(getattr(x, "sharding", None), NamedSharding):
@@ -173,15 +216,14 @@ def _places_of(results: Any) -> list[tuple[str, bool]]:
         leaves = jax.tree_util.tree_leaves_with_path(part)
         names = [jax.tree_util.keystr(path) for path, x in leaves if _ahead.is_array(x)]
         named = ["opt_state" in name for name in names]
-        kept = (named if any(named) else [True] * len(names)) if _find.reductions(part) else []
+        kept = (named if any(named) else [True] * len(names)) if _wrappers.reductions(part) else []
         found += zip(names, kept or [False] * len(names), strict=True)
     return found
 
 
 def _agreed(x: Any, spec: PartitionSpec, place: tuple[str, bool], axis: AxisName) -> Any:
-    """A result as all workers have it: the mean, or the key of the first."""
-    split = _compat.axis_names(spec[0]) if len(spec) else ()
-    if not isinstance(x, jax.Array) or not _compat.varying_axes(x) - set(split):
+    """A result that may differ, as all workers have it: the mean, or the key of the first."""
+    if not isinstance(x, jax.Array) or len(spec):
         return x
     if _is_key(x):
         data = jnp.where(_compat.axis_index(axis) == 0, jax.random.key_data(x), 0)

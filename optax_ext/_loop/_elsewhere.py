@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from optax_ext._state import _find
+from optax_ext._state import _wrappers
+from optax_ext._step import _roles
+from optax_ext._step._sparse_state import SparseAllreduceState
 
 # Fields of a state that an exchange does not read.
-_LEFT_HERE = ("velocity", "dense_velocity", "local")
+_LEFT_HERE = _roles.names(SparseAllreduceState, _roles.LOAD)
 
 
 def check(exchange_mesh: Mesh, mesh: Mesh) -> None:
@@ -97,10 +99,10 @@ def split(params: Any, opt_state: Any) -> tuple[list[Any], Skeleton]:
 
     An exchange reads the states of allreduces, and scalars: hyperparameters and step counts.
     """
-    leaves, treedef = jax.tree.flatten(opt_state, is_leaf=_find.is_state)
+    leaves, treedef = jax.tree.flatten(opt_state, is_leaf=_wrappers.is_state)
     read, others = [], []
     for leaf in leaves:
-        if _find.is_state(leaf):
+        if _wrappers.is_state(leaf):
             read.append(leaf._replace(**dict.fromkeys(_LEFT_HERE, ())))
         elif not leaf.shape:
             read.append(leaf)

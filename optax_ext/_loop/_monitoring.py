@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_ext._state import _find, _nnx
+from optax_ext._state import _find, _nnx, _wrappers
 from optax_ext._step import _accumulation
 from optax_ext._transforms import _xi
 from sparse_collectives import _validation
@@ -50,7 +50,7 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
       0.0
     """
     opt_state = _nnx.arrays(opt_state)
-    states, info = _find.get_states(opt_state), _find.get_info(opt_state)
+    states, info = _wrappers.get_states(opt_state), _find.get_info(opt_state)
     if info is None or not states:
         return {}
     size = sum(state.residual.shape[1] * state.devices for state in states)

@@ -7,10 +7,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import core as jax_core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from optax_ext._state import _find, _placement
+from optax_ext._state import _host_checks, _index, _placement
 from sparse_collectives import _compat
 
 
@@ -22,7 +21,8 @@ def of(params: Any, opt_state: Any, mesh: Mesh, batch_spec: PartitionSpec | None
         batch_spec that does not begin with the axis of the workers.
     """
     # Replicated parameters do not show whether the devices divide them up; the state does.
-    dealt = any(state.layout.sharding.axes for state in _find.get_states(opt_state))
+    index = _index.of(opt_state)
+    dealt = index.is_parted
     # Along an axis of one device, sharded and whole parameters are the same.
     split = {name for name, size in mesh.shape.items() if size > 1}
     given = _placement.given_of(params, mesh)
@@ -31,7 +31,7 @@ def of(params: Any, opt_state: Any, mesh: Mesh, batch_spec: PartitionSpec | None
         given = given._replace(specs=found) if any(map(len, found.values())) else None
     if given is None and dealt:
         given = _placement.given_of(params, mesh, PartitionSpec())
-    axis = _find.axis_of(opt_state)
+    axis = index.axis
     batch = PartitionSpec(axis) if batch_spec is None else batch_spec
     workers = _compat.axis_names(axis)
     first = _compat.axis_names(batch[0]) if len(batch) and batch[0] is not None else ()
@@ -41,9 +41,9 @@ def of(params: Any, opt_state: Any, mesh: Mesh, batch_spec: PartitionSpec | None
             f"then over other axes: PartitionSpec(({', '.join(map(repr, workers))}, ...))."
         )
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    _check(given, opt_state, split)
+    _check(given, index, split)
     shared = split.intersection(first[len(workers) :])
-    if given is None and shared and _find.get_states(opt_state):
+    if given is None and shared and index.sparse:
         raise ValueError(
             f"batch_spec={batch_spec} splits the examples of a worker over several devices, which "
             "all hold all parameters, and the state is not dealt out among them. Make it with "
@@ -126,17 +126,10 @@ class Places:
         return _constrained(params, self._params), _constrained(opt_state, self._states)
 
 
-def is_local(x: Any) -> bool:
-    """Whether x is an array of this process alone."""
-    if isinstance(x, jax_core.Tracer):
-        return False
-    return not isinstance(x, jax.Array) or x.is_fully_addressable
-
-
-def _check(given: Any, opt_state: Any, split: Collection[Any]) -> None:
+def _check(given: Any, index: _index.Index, split: Collection[Any]) -> None:
     """Checks that parameters are sharded as the state was made for, over the axes ``split``."""
-    for state in _find.get_states(opt_state):
-        sharding, layout = state.layout.sharding, state.layout
+    for _, layout in index.sparse:
+        sharding = layout.sharding
         leaves = jax.tree_util.tree_leaves_with_path(
             jax.tree.unflatten(layout.treedef, range(len(layout.shapes)))
         )
@@ -183,7 +176,7 @@ def _place(x: Any, sharding: NamedSharding) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
         # To lower a step, no arrays are needed.
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-    if isinstance(x, jax.Array) and not sharding.is_fully_addressable and is_local(x):
+    if isinstance(x, jax.Array) and not sharding.is_fully_addressable and _host_checks.is_local(x):
         # An array committed to a device of this process would not be spread over others.
         if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
             numbers = jax.device_put(np.asarray(jax.random.key_data(x)), sharding)

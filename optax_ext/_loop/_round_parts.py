@@ -2,154 +2,123 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
-from optax_ext._loop import _step_checks, _train_step
-from optax_ext._state import _find, _placement
-from optax_ext._step import _phases, _sparse_state
+from optax_ext._loop import _mapped
+from optax_ext._state import _host_checks, _index, _wrappers
+from optax_ext._step import _phases, _roles, _sparse_state
+from optax_ext._step._sparse_state import SparseAllreduceState
 from sparse_collectives import _compat
 
 
-class Parts:
-    """The parts of a round, and the round as a whole, each over a mesh."""
+class Parts(NamedTuple):
+    """The parts of a round, each over a mesh, and the round as a whole.
 
-    def __init__(
-        self,
-        chain: optax.GradientTransformationExtraArgs,
-        loss_fn: Callable[..., Any],
-        check_vma: bool,
-    ):
-        self._chain = chain
-        self._loss_fn = loss_fn
-        self._check_vma = check_vma
+    Attributes:
+      step: one step of all workers.
+    """
 
-    def round(self, mesh: Mesh, params: Any, opt_state: Any, batches: Any) -> Any:
+    step: _mapped.Step
+
+    def round(self, params: Any, opt_state: Any, batches: Any) -> Any:
         """The whole round in one program."""
-        axis = _check(mesh, opt_state, batches)
-        shapes = params  # Only the shapes are read.
+        _check(self.step.mesh, opt_state, batches)
+        arrived = self.exchange(self.step.mesh, params, opt_state)
+        return self.last(*self.local(params, opt_state, batches), batches, arrived)
 
-        def of_worker(params, opt_state, batches):
-            arrived = self._exchanged(axis, shapes, opt_state)
-            params, opt_state, losses = self._local(axis, params, opt_state, batches)
-            return self._last(axis, params, opt_state, batches, losses, arrived)
-
-        return self._mapped(mesh, axis, opt_state, of_worker, arrives=False)(
-            params, opt_state, batches
-        )
-
-    def local(self, mesh: Mesh, params: Any, opt_state: Any, batches: Any) -> Any:
+    def local(self, params: Any, opt_state: Any, batches: Any) -> tuple[Any, Any, Any]:
         """All steps but the last, without communication between workers."""
-        axis = _check(mesh, opt_state, batches)
+        _check(self.step.mesh, opt_state, batches)
+        workers = _mapped.Workers.of(opt_state)
 
-        def of_worker(params, opt_state, batches):
-            return self._local(axis, params, opt_state, batches)
-
-        return self._mapped(mesh, axis, opt_state, of_worker, arrives=False)(
-            params, opt_state, batches
-        )
-
-    def exchange(self, mesh: Mesh, shapes: Any, opt_state: Any) -> Any:
-        """The exchange of the residuals: an ``Arrived`` for each sparse allreduce."""
-        axis = _find.axis_of(opt_state)
-
-        def of_worker(opt_state):
-            return [_sent(x) for x in self._exchanged(axis, shapes, opt_state)]
-
-        return jax.shard_map(
-            of_worker,
-            mesh=mesh,
-            in_specs=(_placement.state_specs(opt_state),),
-            out_specs=_arrived_specs(opt_state, axis),
-            check_vma=self._check_vma,
-        )(opt_state)
-
-    def last(self, mesh: Mesh, *args: Any) -> Any:
-        """The last step, which applies the update that has arrived."""
-        opt_state, batches = args[1], args[2]
-        axis = _check(mesh, opt_state, batches)
-
-        def of_worker(params, opt_state, batches, losses, arrived):
-            arrived = [_received(x) for x in arrived]
-            return self._last(axis, params, opt_state, batches, losses, arrived)
-
-        return self._mapped(mesh, axis, opt_state, of_worker, arrives=True)(*args)
-
-    def _mapped(self, mesh: Mesh, axis: Any, opt_state: Any, function: Any, *, arrives: bool):
-        specs, whole = _placement.state_specs(opt_state), PartitionSpec()
-        of_each = PartitionSpec(None, axis)
-        more = (of_each, _arrived_specs(opt_state, axis)) if arrives else ()
-        return jax.shard_map(
-            function,
-            mesh=mesh,
-            in_specs=(whole, specs, of_each, *more),
-            out_specs=(whole, specs, of_each),
-            check_vma=self._check_vma,
-        )
-
-    def _exchanged(self, axis: Any, shapes: Any, opt_state: Any) -> list[_phases.Arrived]:
-        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        with _phases.of(_phases.EXCHANGE) as arrived:
-            self._chain.update(
-                _compat.to_varying(nothing, axis), opt_state, nothing, value=jnp.zeros(())
-            )
-        return arrived
-
-    def _local(self, axis: Any, params: Any, opt_state: Any, batches: Any) -> Any:
-        def step(carry, batch):
+        def one(carry: Any, batch: Any) -> Any:
             params, opt_state = carry
-            with _phases.of(_phases.LOCAL):
-                *new, loss = self._step(axis, params, opt_state, batch)
-            return jax.tree.map(_compat.varying_like, tuple(new), carry), loss[None]
+            made = self.step.gradients(workers, params, opt_state, batch)
+            *carry, loss = self.step.update(workers, params, opt_state, made, phase=_local)
+            return tuple(carry), loss
 
         # The scan needs carried values to keep their types.
         opt_state = _sparse_state.strongly_typed(opt_state)
         batches = jax.tree.map(lambda x: x[:-1], batches)
-        (params, opt_state), losses = lax.scan(step, (params, opt_state), batches)
+        (params, opt_state), losses = lax.scan(one, (params, opt_state), batches)
         return params, opt_state, losses
 
-    def _last(self, axis: Any, params, opt_state, batches, losses, arrived) -> Any:
-        with _phases.of(_phases.LAST, arrived):
-            batch = jax.tree.map(lambda x: x[-1], batches)
-            params, opt_state, loss = self._step(axis, params, opt_state, batch)
-        return params, opt_state, jnp.concatenate([losses, loss[None, None]])
+    def exchange(self, mesh: Mesh, shapes: Any, opt_state: Any) -> Any:
+        """The exchange of the residuals: an ``Arrived`` for each sparse allreduce."""
+        workers = _mapped.Workers.of(opt_state)
 
-    def _step(self, axis: Any, params: Any, opt_state: Any, batch: Any) -> Any:
-        params, opt_state, loss = _train_step.step_of_worker(
-            self._chain, self._loss_fn, axis, params, opt_state, batch, of_each=True
+        def of_worker(opt_state: Any) -> Any:
+            nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+            with _phases.of(_phases.EXCHANGE) as arrived:
+                self.step.chain.update(
+                    _compat.to_varying(nothing, workers.axis),
+                    opt_state,
+                    nothing,
+                    value=jnp.zeros(()),
+                )
+            return [_in_each(x, lambda x: x[None]) for x in arrived]
+
+        outs = _arrived_specs(workers)
+        check_vma = self.step.check_vma
+        return _mapped.mapped(of_worker, mesh, (workers.specs,), outs, check_vma=check_vma)(
+            opt_state
         )
-        return params, _sparse_state.strongly_typed(opt_state), loss
+
+    def last(self, params: Any, opt_state: Any, losses: Any, batches: Any, arrived: Any) -> Any:
+        """The last step, which applies the update that has arrived."""
+        workers = _mapped.Workers.of(opt_state)
+        batch = jax.tree.map(lambda x: x[-1], batches)
+        made = self.step.gradients(workers, params, opt_state, batch)
+        params, opt_state, loss = self.step.update(
+            workers,
+            params,
+            opt_state,
+            made,
+            arrived,
+            specs=(_arrived_specs(workers),),
+            phase=_last,
+        )
+        losses = jax.tree.map(lambda x, y: jnp.concatenate([x, y[None]]), losses, loss)
+        return (params, opt_state, *losses) if self.step.has_aux else (params, opt_state, losses)
 
 
-def _check(mesh: Mesh, opt_state: Any, batches: Any) -> Any:
-    """The axis of the workers, after a check that these arguments make a round."""
-    states = _find.get_states(opt_state)
-    every = {state.settings.every for state in states}
-    if len(every) != 1 or every == {1} or len(_find.reductions(opt_state)) > len(states):
+def _local() -> AbstractContextManager[Any]:
+    return _phases.of(_phases.LOCAL)
+
+
+def _last(arrived: list[_phases.Arrived]) -> AbstractContextManager[Any]:
+    return _phases.of(_phases.LAST, [_in_each(x, lambda x: x[0]) for x in arrived])
+
+
+def _check(mesh: Mesh, opt_state: Any, batches: Any) -> None:
+    """Checks that these arguments make a round."""
+    index = _index.of(opt_state)
+    every = index.every
+    if len(every) != 1 or every == (1,) or not index.only_sparse:
         raise ValueError(
             "tx of optax_ext.make_train_round must have the same every=, greater than 1, in all of "
-            f"its parts, got every={sorted(every) or [1]}. Write for example "
+            f"its parts, got every={list(every) or [1]}. Write for example "
             "optax_ext.sparse_adamw(rate, every=10, axis=...)."
         )
-    if _has_wrapper(opt_state):
+    if index.accumulates:
         raise ValueError(
             "tx of optax_ext.make_train_round has a wrapper around its exchange that accumulates "
             "gradients or steps. Remove the wrapper, and use every= of sparse_adamw instead."
         )
-    if any(state.settings.shard_axis or state.devices > 1 for state in states):
+    if not index.is_whole:
         raise ValueError(
             "optax_ext.make_train_round is for workers that hold all parameters and a whole "
             "residual each. With sharded parameters, or a hierarchical allreduce, use "
             "optax_ext.make_train_step."
         )
     (steps,) = every
-    axis = _step_checks.axis_on(mesh, opt_state)
+    axis = _host_checks.axis_on(mesh, opt_state)
     for path, leaf in jax.tree_util.tree_leaves_with_path(batches):
         name, shape = f"batches{jax.tree_util.keystr(path)}", jnp.shape(leaf)
         if len(shape) < 2 or shape[0] != steps:
@@ -158,49 +127,24 @@ def _check(mesh: Mesh, opt_state: Any, batches: Any) -> Any:
                 f"[{steps}, batch, ...], as tx has every={steps}."
             )
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batches)
-    _step_checks.check_batch(one, mesh, axis)
-    return axis
+    _host_checks.check_batch(one, mesh, axis)
 
 
-def _has_wrapper(opt_state: Any) -> bool:
-    def wraps(node: Any) -> bool:
-        return _find.accumulates(node) and bool(_find.reductions(node))
-
-    nodes = jax.tree.leaves(opt_state, is_leaf=wraps)
-    return bool(_find.moved(opt_state)) or any(map(wraps, nodes))
-
-
-def _arrived_specs(opt_state: Any, axis: Any) -> list[Any]:
-    """The specs of a list of ``Arrived``, as :func:`_sent` returns them."""
-    whole, own = PartitionSpec(), PartitionSpec(axis)
-    states = [state for state in _find.get_states(opt_state) if state.layout.size]
-
-    def one_of(state: Any) -> Any:
-        info = jax.tree.map(lambda _: whole, state.info)
-        return _phases.Arrived(
+def _arrived_specs(workers: _mapped.Workers) -> list[Any]:
+    """The specs of a list of ``Arrived``, in which values of a worker have a leading axis."""
+    own, whole = workers.own, _mapped.WHOLE
+    names = _roles.names(SparseAllreduceState, _roles.EXCHANGE)
+    return [
+        _phases.Arrived(
             mean=whole,
-            changed={
-                "selector": own,
-                "allreduce": whole,
-                "dropped": whole,
-                "withheld": whole,
-                "info": _sparse_state.per_worker(info, lambda _: own),
-            },
+            changed={name: getattr(state, name) for name in names},
             kept=own,
             before=own,
             replaced=own,
         )
-
-    return list(map(one_of, states))
-
-
-def _sent(arrived: _phases.Arrived) -> _phases.Arrived:
-    """Adds a leading axis to the values of each worker."""
-    return _in_each(arrived, lambda x: x[None])
-
-
-def _received(arrived: _phases.Arrived) -> _phases.Arrived:
-    return _in_each(arrived, lambda x: x[0])
+        for state in _wrappers.get_states(workers.specs)
+        if state.layout.size
+    ]
 
 
 def _in_each(arrived: _phases.Arrived, function: Any) -> _phases.Arrived:

@@ -9,10 +9,10 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from optax_ext._loop import _arrays, _elsewhere
+from optax_ext._loop import _arrays, _elsewhere, _mapped
 from optax_ext._loop._round_parts import Parts
 from optax_ext._loop._train_step import TrainStep
-from optax_ext._state import _calls, _placement
+from optax_ext._state import _host_checks, _placement
 
 
 def make_train_round(
@@ -21,8 +21,10 @@ def make_train_round(
     mesh: Mesh,
     *,
     exchange_mesh: Mesh | None = None,
+    has_aux: bool = False,
     check_vma: bool = True,
     donate: bool = True,
+    steps_in_flight: int | None = None,
 ) -> TrainStep:
     r"""A ``round(params, opt_state, batches) -> (params, opt_state, losses)`` of H steps.
 
@@ -46,15 +48,18 @@ def make_train_round(
     runs on other devices of the same hosts: it overlaps whatever the compiler does.
 
     Args:
-      loss_fn: as for :func:`make_train_step`, without ``aux``.
+      loss_fn: as for :func:`make_train_step`.
       tx: an optimizer with ``every=``, such as :func:`sparse_adamw`.
       mesh: the mesh of the workers, whose parameters are whole on each of them.
       exchange_mesh: a mesh with the same axes, of other devices of the same processes, for the
         exchange: with ``jax.config.update("jax_num_cpu_devices", 2)`` the second device of each
         host, or the CPU devices of hosts with GPUs, which we have not tried. The residuals are
         copied to these devices, n float32 each way.
+      has_aux: whether the loss also returns auxiliary values. The values of each worker at each
+        step are a fourth result, with leading axes ``[H, P]``.
       check_vma: as for :func:`make_train_step`.
       donate: as for :func:`make_train_step`.
+      steps_in_flight: as for :func:`make_train_step`: how many rounds may be pending.
 
     Returns:
       The round. ``batches`` are the batches of H steps, stacked: leaves of shape ``[H, B, ...]``,
@@ -89,21 +94,22 @@ def make_train_round(
       by a worker in the meantime.
     """
     call = "optax_ext.make_train_round(loss_fn, tx, mesh)"
-    _calls.check_transformation(call, tx, mesh)
+    _host_checks.check_transformation(call, tx, mesh)
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function of (params, batch), got {loss_fn!r}.")
     mesh = _placement.with_auto_axes(mesh)
-    parts = Parts(optax.with_extra_args_support(tx), loss_fn, check_vma)
+    chain = optax.with_extra_args_support(tx)
+    parts = Parts(_mapped.Step(chain, loss_fn, has_aux, mesh, check_vma))
     if exchange_mesh is None:
         jitted: Any = jax.jit(
-            lambda *args, places: parts.round(mesh, *args),
+            lambda *args, places: parts.round(*args),
             static_argnames="places",
             donate_argnums=(0, 1) if donate else (),
         )
     else:
         _elsewhere.check(exchange_mesh, mesh)
         jitted = _Beside(parts, mesh, _placement.with_auto_axes(exchange_mesh), donate=donate)
-    in_flight = _arrays.limit(None, mesh)
+    in_flight = _arrays.limit(steps_in_flight, mesh)
     return TrainStep(jitted, tx, mesh, in_flight, None, donates=donate, in_rounds=True)
 
 
@@ -113,9 +119,9 @@ class _Beside:
     def __init__(self, parts: Parts, mesh: Mesh, exchange_mesh: Mesh, *, donate: bool):
         self._mesh, self._exchange_mesh = mesh, exchange_mesh
         taken = (0, 1) if donate else ()
-        self._local = jax.jit(lambda *args: parts.local(mesh, *args), donate_argnums=taken)
+        self._local = jax.jit(parts.local, donate_argnums=taken)
         # The results of the local steps and of the exchange have no other user.
-        self._last = jax.jit(lambda *args: parts.last(mesh, *args), donate_argnums=(0, 1, 4))
+        self._last = jax.jit(parts.last, donate_argnums=(0, 1, 4))
         self._exchange = jax.jit(
             lambda waiting, skeleton: parts.exchange(
                 exchange_mesh, skeleton.shapes, skeleton.filled(waiting)
@@ -126,16 +132,15 @@ class _Beside:
 
     def __call__(self, params: Any, opt_state: Any, batches: Any, *, places: Any) -> Any:
         del places
-        if _arrays.is_traced((params, opt_state, batches)):
+        if _host_checks.is_traced((params, opt_state, batches)):
             self.trace()
         waiting, skeleton = _elsewhere.split(params, opt_state)
         there = _elsewhere.moved(waiting, self._exchange_mesh)
         # The local steps overwrite the arrays that these are copied from.
         jax.block_until_ready(there)
         arrived = self._exchange(there, skeleton)
-        params, opt_state, losses = self._local(params, opt_state, batches)
-        here = _elsewhere.moved(arrived, self._mesh)
-        return self._last(params, opt_state, batches, losses, here)
+        stepped = self._local(params, opt_state, batches)
+        return self._last(*stepped, batches, _elsewhere.moved(arrived, self._mesh))
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """Raises an error: a round in three programs can't be traced as one."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,11 +9,8 @@ import jax
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from optax_ext._loop import _arrays, _places, _step_checks
-from optax_ext._state import _calls, _find, _placement, _whole
-from optax_ext._state._residual_tree import ahead
-from optax_ext._step import _gradient_checks, _sparse_state
-from sparse_collectives import AxisName, _compat, transport
+from optax_ext._loop import _arrays, _mapped, _places
+from optax_ext._state import _host_checks, _placement, _whole
 
 
 def make_train_step(
@@ -92,78 +88,27 @@ def make_train_step(
       (2.5, [1.0, -1.7999999523162842])
     """
     call = "optax_ext.make_train_step(loss_fn, tx, mesh)"
-    _calls.check_transformation(call, tx, mesh)
+    _host_checks.check_transformation(call, tx, mesh)
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function of (params, batch), got {loss_fn!r}.")
-    chain = optax.with_extra_args_support(tx)
     in_flight = _arrays.limit(steps_in_flight, mesh)
     mesh = _placement.with_auto_axes(mesh)
 
-    def local_step(axis, state_specs, of_each, *args):
-        params, opt_state, loss = step_of_worker(
-            chain, loss_fn, axis, *args, has_aux=has_aux, of_each=of_each
-        )
-        _gradient_checks.check_state_types(opt_state, state_specs, axis)
-        opt_state = _sparse_state.strongly_typed(opt_state)
-        if of_each:
-            loss = _sparse_state.with_lead(loss)
-        return (params, opt_state, *loss) if has_aux else (params, opt_state, loss)
+    parts = _mapped.Step(optax.with_extra_args_support(tx), loss_fn, has_aux, mesh, check_vma)
 
     def step(params, opt_state, batch, places):
-        axis = _step_checks.axis_on(mesh, opt_state)
-        _step_checks.check_batch(batch, mesh, axis)
+        axis = _host_checks.axis_on(mesh, opt_state)
+        _host_checks.check_batch(batch, mesh, axis)
         # With sharded parameters the compiler handles the other axes.
-        manual = None if places is None else _compat.axis_names(axis)
-        state_specs = _placement.state_specs(opt_state)
-        specs = _placement.on_axes(state_specs, manual)
-        whole, of_each = PartitionSpec(), _find.takes_local_steps(opt_state)
-        reported = PartitionSpec(axis) if of_each else whole
-        results = jax.shard_map(
-            functools.partial(local_step, axis, state_specs, of_each),
-            mesh=mesh,
-            in_specs=(whole, specs, PartitionSpec(axis)),
-            out_specs=(whole, specs, reported, reported)[: 4 if has_aux else 3],
-            check_vma=check_vma,
-            **({} if manual is None else {"axis_names": set(manual)}),
-        )(params, opt_state, batch)
-        if places is None:
-            return results
-        return (*places.constrain(results[:2]), *results[2:])
+        workers = _mapped.Workers.of(opt_state, sharded=places is not None)
+        made = parts.gradients(workers, params, opt_state, batch)
+        params, opt_state, loss = parts.update(workers, params, opt_state, made)
+        if places is not None:
+            params, opt_state = places.constrain((params, opt_state))
+        return (params, opt_state, *loss) if has_aux else (params, opt_state, loss)
 
     jitted = jax.jit(step, static_argnames="places", donate_argnums=(0, 1) if donate else ())
     return TrainStep(jitted, tx, mesh, in_flight, batch_spec, donates=donate)
-
-
-def step_of_worker(
-    chain: optax.GradientTransformationExtraArgs,
-    loss_fn: Callable[..., Any],
-    axis: AxisName,
-    params: Any,
-    opt_state: Any,
-    batch: Any,
-    *,
-    has_aux: bool = False,
-    of_each: bool,
-) -> tuple[Any, Any, Any]:
-    """``(params, opt_state, loss)`` after the step of a worker, inside the mapped function.
-
-    The loss is a pair with ``has_aux``. It is the loss of this worker with ``of_each``, and
-    otherwise the mean.
-    """
-
-    def checked_loss(params, batch):
-        return _gradient_checks.check_loss(loss_fn(params, batch), has_aux, axis)
-
-    # Parameters are typed as varying to keep gradients local: the gradients of replicated ones
-    # would already be summed by autodiff, densely.
-    local_params = ahead(params, opt_state)
-    loss, gradients = jax.value_and_grad(checked_loss, has_aux=has_aux)(local_params, batch)
-    if not of_each:
-        loss = jax.tree.map(lambda x: transport.pmean(x, axis), loss)
-    value = loss[0] if has_aux else loss
-    updates, opt_state = chain.update(gradients, opt_state, params, value=value)
-    _gradient_checks.check_replicated_updates(updates, axis)
-    return optax.apply_updates(params, updates), opt_state, loss
 
 
 class TrainStep:
@@ -206,12 +151,12 @@ class TrainStep:
             )
         known = self._returned.places_of(params, opt_state, batch)
         if known is None:
-            _step_checks.check_not_donated(params=params, opt_state=opt_state, batch=batch)
+            _host_checks.check_not_donated(params=params, opt_state=opt_state, batch=batch)
             if self._donates:
-                _step_checks.check_not_traced((params, opt_state, batch), self._in_rounds)
-        _step_checks.check_global(batch, self._mesh, opt_state, self._in_rounds)
+                _host_checks.check_not_traced((params, opt_state, batch), self._in_rounds)
+        _host_checks.check_global(batch, self._mesh, opt_state, self._in_rounds)
         if self._in_rounds and known is None:
-            _step_checks.check_begins(opt_state)
+            _host_checks.check_begins(opt_state)
         places = known
         if places is None:
             params, opt_state, places = self._placed(params, opt_state)
@@ -250,12 +195,12 @@ class TrainStep:
         structure = jax.tree.structure((params, opt_state))
         places = self._places.get(structure)
         if places is None or not places.holds(params):
-            _calls.check_order("step(params, opt_state, batch)", params, opt_state)
-            _step_checks.check_workers(self._mesh, opt_state)
+            _host_checks.check_order("step(params, opt_state, batch)", params, opt_state)
+            _host_checks.check_workers(opt_state, self._mesh)
             _whole.check(self._tx, params, opt_state, self._mesh.axis_names)
             places = _places.of(params, opt_state, self._mesh, self._batch_spec)
             self._places[structure] = places
         if not places.holds_state(opt_state):
-            _calls.check_workers(opt_state, self._mesh)
+            _host_checks.check_workers(opt_state, self._mesh)
             opt_state = places.put_state(opt_state)
         return places.put(params), opt_state, places

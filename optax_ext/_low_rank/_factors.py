@@ -1,19 +1,22 @@
 """The factors of all matrices: between steps, as one message, and as bases."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from optax_ext._low_rank._matrices import Matrix
+from optax_ext._step import _roles
+from optax_ext._step._roles import OF_SHARD, SHARED
 from sparse_collectives import _hash
 
 # The noise that is added to the unit columns of a factor.
 _NOISE = 2.0**-20
 
 
+@_roles.declared
 class Factors(NamedTuple):
     """The factors from which the next step starts, the same on every worker.
 
@@ -25,8 +28,8 @@ class Factors(NamedTuple):
       right: ``f32[r * sum of cols]``, the right factors, ``[r, cols]`` each.
     """
 
-    left: Any
-    right: jax.Array
+    left: Annotated[Any, SHARED, OF_SHARD]
+    right: Annotated[jax.Array, SHARED, OF_SHARD]
 
 
 def start(matrices: Sequence[Matrix], rank: int, seed: int, *, left: bool) -> Factors:

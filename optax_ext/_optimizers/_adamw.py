@@ -7,7 +7,7 @@ import optax
 
 from optax_ext._optimizers import _common
 from optax_ext._optimizers._common import rate_alone, scale_by_local_adam
-from optax_ext._step import _checks
+from optax_ext._step import _options
 from optax_ext._step._options import FeedbackOptions, takes
 from sparse_collectives import AxisName, Selector, SparseAllreduce
 
@@ -113,7 +113,7 @@ def sparse_adamw(
       [0.9, -2.0]
     """
     density = _common.DENSITY if density is None else density
-    steps = _checks.check_every(every)
+    steps = _options.check_every(every)
     rate = _common.in_front(learning_rate, gain, axis, steps)
     scaled = scale_by_local_adam(b2, eps, moments=moments)
     b1 = _common.first_moment(b1, steps, moments)

@@ -16,7 +16,7 @@ from jax import lax
 
 from optax_ext._optimizers import _moments
 from optax_ext._state import _whole
-from optax_ext._step import _checks
+from optax_ext._step import _options
 from optax_ext._step._accumulation import Residual
 from optax_ext._step._accumulation import residual as how_kept
 from optax_ext._step._buffers import Elementwise
@@ -82,10 +82,10 @@ def scale_by_local_adam(
       >>> [round(float(x), 3) for x in scaled]
       [1.0, -1.0]
     """
-    b2 = _checks.check_hyperparameter("b2", b2, 0.0, 1.0)
+    b2 = _options.check_hyperparameter("b2", b2, 0.0, 1.0)
     if isinstance(b2, float) and b2 == 1.0:
         raise ValueError("b2 must be less than 1, got 1.0: second moments would ignore gradients.")
-    eps = _checks.check_hyperparameter("eps", eps, 0.0, 1.0)
+    eps = _options.check_hyperparameter("eps", eps, 0.0, 1.0)
     _validation.check_choice("moments", moments, _moments.MOMENTS)
     if average_every is not None:
         average_every = _validation.check_positive_int("average_every", average_every)
@@ -157,7 +157,7 @@ def in_front(
       axis: the mesh axis of the workers.
       every: steps from one exchange to the next.
     """
-    _checks.check_learning_rate(learning_rate)
+    _options.check_learning_rate(learning_rate)
     if gain is None and every > 1:
         gain = 1.0
 
@@ -190,7 +190,7 @@ def first_moment(b1: Any, every: int, moments: str) -> float | jax.Array | None:
             f'b1={b1!r} goes with moments="entries", and moments is {moments!r}. Leave one of them '
             "out."
         )
-    return _checks.check_hyperparameter("b1", b1, 0.0, 1.0)
+    return _options.check_hyperparameter("b1", b1, 0.0, 1.0)
 
 
 def limit_of(
@@ -204,7 +204,7 @@ def limit_of(
             "limit must be a number greater than 0 or None, got a function: it is a multiple of "
             "the learning rate, which may be a schedule."
         )
-    _checks.check_positive_limit(limit)
+    _options.check_positive_limit(limit)
     # An entry waits 1 / density exchanges for its turn, and has accumulated as many updates then.
     factor = limit * max(1.0, DENSITY / _validation.check_density(density)) * every
     if callable(learning_rate):
@@ -236,7 +236,7 @@ def whole(
         selection(density, selector),
         agreed(bits=None) if allreduce is None else allreduce,
         local=Elementwise(local.init, local.update) if elementwise else local,
-        residual=_ahead_by(_checks.check_every(every)) if residual is None else residual,
+        residual=_ahead_by(_options.check_every(every)) if residual is None else residual,
         every=every,
         **options,
     )
@@ -265,7 +265,7 @@ def decayed(
       mask: a tree of booleans like the parameters, or a function from the parameters to one;
         True marks leaves that decay. None: all leaves.
     """
-    weight_decay = _checks.check_hyperparameter("weight_decay", weight_decay, 0.0, float("inf"))
+    weight_decay = _options.check_hyperparameter("weight_decay", weight_decay, 0.0, float("inf"))
     if isinstance(weight_decay, float) and not weight_decay:
         return sparse
 

@@ -8,7 +8,7 @@ import optax
 
 from optax_ext._optimizers._common import rate_alone
 from optax_ext._state._whole import whole
-from optax_ext._step import _checks
+from optax_ext._step import _options
 from optax_ext._step._momentum_correction import MomentumCorrection
 from optax_ext._step._options import FeedbackOptions, takes
 from optax_ext._transforms._ok_topk import ok_topk
@@ -54,7 +54,7 @@ def ok_topk_sgd(
       options of the exchange write the chain out: ``optax.chain(ok_topk(density, axis=axis,
       local=optax.scale(rate), ...), optax.scale(-1.0))``.
     """
-    _checks.check_learning_rate(learning_rate)
+    _options.check_learning_rate(learning_rate)
     if callable(learning_rate):
         local = optax.scale_by_schedule(learning_rate)
     else:

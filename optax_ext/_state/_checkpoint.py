@@ -8,7 +8,7 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
-from optax_ext._state import _calls, _find, _init, _nnx, _placement, _shards
+from optax_ext._state import _find, _host_checks, _init, _nnx, _placement, _shards, _wrappers
 from optax_ext._step._sparse_state import SparseAllreduceState
 from sparse_collectives import __version__, _compat
 
@@ -58,7 +58,7 @@ def abstract_state(
         where = NamedSharding(mesh, spec) if sharding is None else sharding
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree)
 
-    if given is None or not _find.reductions(shapes):
+    if given is None or not _wrappers.reductions(shapes):
         places = _placement.state_specs(shapes)
     else:
         places = _placement.placements(shapes, params, given)
@@ -90,20 +90,22 @@ def checkpoint_metadata(opt_state: Any) -> dict[str, Any]:
         has no ``spec``, without which two different ones look the same.
     """
     opt_state = _nnx.arrays(opt_state)
-    for path, node in jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=_find.is_state):
-        if isinstance(node, SparseAllreduceState):
-            _calls.check_whole(f"opt_state{jax.tree_util.keystr(path)}", node)
-    _calls.check_own("opt_state", opt_state)
-    sparse = {
-        jax.tree_util.keystr(path): _metadata_of(node)
-        for path, node in jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=_find.is_state)
+    nodes = jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=_wrappers.is_state)
+    states = {
+        jax.tree_util.keystr(path): node
+        for path, node in nodes
         if isinstance(node, SparseAllreduceState)
     }
+    for path, node in states.items():
+        _host_checks.check_whole(f"opt_state{path}", node)
+    _host_checks.check_own("opt_state", opt_state)
+    sparse = {path: _metadata_of(node) for path, node in states.items()}
     arrays = {
         jax.tree_util.keystr(path): _described(np.shape(leaf), leaf.dtype)
         for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state)
     }
-    workers = max((node["workers"] for node in sparse.values()), default=1)
+    workers = max((node["workers"] for node in sparse.values()), default=0)
+    workers = workers or _find.workers_of(opt_state) or 1
     return {
         "format": FORMAT,
         "version": __version__,

@@ -1,5 +1,6 @@
 """The residuals at the end of a training: as one gradient, or applied to the parameters."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -7,8 +8,9 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from optax_ext._state import _calls, _find, _nnx, _shards
+from optax_ext._state import _host_checks, _index, _nnx, _shards, _wrappers
 from optax_ext._state._residual_tree import residual_tree
+from optax_ext._step._roles import Role
 from optax_ext._step._sparse_state import SparseAllreduceState
 from sparse_collectives import _compat
 
@@ -47,8 +49,9 @@ def consolidate(params: Any, opt_state: Any) -> tuple[Any, Any]:
     given, opt_state = opt_state, _nnx.arrays(opt_state)
     _check("consolidate(params, opt_state)", params, opt_state)
     gradient = residual_tree(opt_state, params, lambda node: _shards.leaves_of(node, _mean(node)))
-    empty = jax.tree.map(_without_residual, opt_state, is_leaf=_find.is_state)
-    return gradient, _nnx.like(given, empty)
+    return gradient, _nnx.like(
+        given, _emptied(opt_state, lambda node: jnp.zeros_like(node.residual))
+    )
 
 
 def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
@@ -87,7 +90,7 @@ def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
     """
     given, opt_state = opt_state, _nnx.arrays(opt_state)
     _check("flush(params, opt_state)", params, opt_state)
-    for state in _find.get_states(opt_state):
+    for state in _wrappers.get_states(opt_state):
         if not state.settings.step_ahead:
             raise ValueError(
                 "opt_state has residuals that may be gradients, and not updates of the parameters: "
@@ -95,7 +98,7 @@ def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
                 "opt_state), and give the gradient to the optimizer after the allreduce."
             )
     updates = residual_tree(opt_state, params, lambda node: _shards.leaves_of(node, _step(node)[0]))
-    rest = jax.tree.map(_without_step, opt_state, is_leaf=_find.is_state)
+    rest = _emptied(opt_state, _without_step)
     return optax.apply_updates(params, updates), _nnx.like(given, rest)
 
 
@@ -106,14 +109,16 @@ def _check(call: str, params: Any, opt_state: Any) -> None:
             "params is a model of flax nnx. Give its parameters, nnx.state(model, nnx.Param), and "
             "put new ones back with nnx.update(model, params)."
         )
-    _calls.check_order(f"optax_ext.{call}", params, opt_state)
-    if not _find.reductions(opt_state):
+    _host_checks.check_order(f"optax_ext.{call}", params, opt_state)
+    if not _wrappers.reductions(opt_state):
         raise ValueError(
             "opt_state has no residuals: no allreduce of optax_ext is in it. Give the state that "
             "the steps were made with, all of it."
         )
-    for leaf in jax.tree.leaves(_find.moved(opt_state)):
-        if not isinstance(leaf, Tracer) and bool(jnp.any(leaf != 0)):
+    leaves, structure = jax.tree.flatten(opt_state)
+    for leaf, known in zip(leaves, _index.index_of(structure).leaves, strict=True):
+        moves = known.role is Role.MOVED and not isinstance(leaf, Tracer)
+        if moves and bool(jnp.any(leaf != 0)):
             raise ValueError(
                 "opt_state is in the middle of a round of optax_ext.local_steps: the steps of the "
                 "workers since the last exchange are in no residual, and would be lost. Take steps "
@@ -128,8 +133,8 @@ def _mean(node: SparseAllreduceState) -> jax.Array:
             "consolidate was called inside the function mapped over axis "
             f"{node.settings.axis!r}, where each worker sees its own residual. Call it outside."
         )
-    _calls.check_all_rows("opt_state", node)
-    _calls.check_own("opt_state", node)
+    _host_checks.check_all_rows("opt_state", node)
+    _host_checks.check_own("opt_state", node)
     rows = _shards.part_rows(node, node.residual).astype(jnp.float32)
     # Divide first: the sum may overflow when the mean does not.
     return jnp.sum(rows / node.workers, axis=0)
@@ -146,24 +151,23 @@ def _step(node: SparseAllreduceState) -> tuple[jax.Array, jax.Array]:
     return mean - beyond, beyond
 
 
-def _without_step(node: Any) -> Any:
-    if not _find.is_state(node):
-        return node
+def _without_step(node: SparseAllreduceState) -> jax.Array:
+    """The residuals without what a dense step applies."""
     _, beyond = _step(node)
     rows = _shards.part_rows(node, node.residual)
     # The rows add up to P times the excess, as in a step; a node's row is for all its workers.
     beyond = beyond * (node.workers / rows.shape[0])
     rest = _shards.of_part_rows(node, jnp.broadcast_to(beyond, rows.shape))
-    return node._replace(residual=_like(rest, node.residual))
-
-
-def _like(x: jax.Array, kept: jax.Array) -> jax.Array:
-    x = x.astype(kept.dtype)
+    kept = node.residual
     placed = isinstance(kept, jax.Array) and not isinstance(kept, Tracer)
-    return jax.device_put(x, kept.sharding) if placed else x
+    rest = rest.astype(kept.dtype)
+    return jax.device_put(rest, kept.sharding) if placed else rest
 
 
-def _without_residual(node: Any) -> Any:
-    if not _find.is_state(node):
-        return node
-    return node._replace(residual=jnp.zeros_like(node.residual))
+def _emptied(opt_state: Any, rest: Callable[[SparseAllreduceState], jax.Array]) -> Any:
+    """The state with other residuals."""
+
+    def of(node: Any) -> Any:
+        return node._replace(residual=rest(node)) if _wrappers.is_state(node) else node
+
+    return jax.tree.map(of, opt_state, is_leaf=_wrappers.is_state)

@@ -10,9 +10,9 @@ import optax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from optax_ext._state import _calls, _find, _placement, _whole
+from optax_ext._state import _find, _host_checks, _placement, _whole
 from optax_ext._step import _given, _layout, _sparse_state
-from optax_ext._step._checks import UnboundAxisError
+from optax_ext._step._trace_checks import UnboundAxisError
 from sparse_collectives import AxisName, _compat
 
 
@@ -57,8 +57,8 @@ def init_state(
       (2, 4)
     """
     call = "optax_ext.init_state(tx, params, mesh)"
-    _calls.check_transformation(call, tx, mesh, AbstractMesh, Mapping)
-    _calls.check_order(call, params, None)
+    _host_checks.check_transformation(call, tx, mesh, AbstractMesh, Mapping)
+    _host_checks.check_order(call, params, None)
     wanted = mesh
     if isinstance(mesh, Mesh):
         mesh = _placement.with_auto_axes(mesh)
@@ -82,12 +82,12 @@ def _made(tx: Any, params: Any, mesh: Any, specs: Any) -> tuple[Any, Any]:
     try:
         shapes = jax.eval_shape(everywhere, params)
     except UnboundAxisError as error:
-        _calls.check_axis(error.axis, names)
+        _host_checks.check_axis(error.axis, names)
         raise
     local = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[len(names) :], x.dtype), shapes)
     reduces = bool(_find.reductions(local))
     if reduces:
-        _calls.check_axis(_find.axis_of(local), names)
+        _host_checks.check_axis(_find.axis_of(local), names)
         _whole.check(tx, params, local, names)
         _warn_of_multi_steps(local)
     specs = _placement.state_specs(local)
@@ -216,7 +216,7 @@ def with_mesh(
       >>> tx.init({"w": jnp.zeros(4)}).residual.shape
       (1, 4)
     """
-    _calls.check_transformation("optax_ext.with_mesh(tx, mesh)", tx, mesh, AbstractMesh)
+    _host_checks.check_transformation("optax_ext.with_mesh(tx, mesh)", tx, mesh, AbstractMesh)
     tx = optax.with_extra_args_support(tx)
 
     def init(params: Any) -> Any:

@@ -9,10 +9,9 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from optax_ext._state import _calls, _find
-from optax_ext._step import _sparse_state
+from optax_ext._state import _host_checks, _index
 from optax_ext._step._given import Given
-from optax_ext._step._sparse_state import SparseAllreduceState
+from optax_ext._step._roles import Rows
 from sparse_collectives import AxisName, _compat
 
 
@@ -53,52 +52,23 @@ def on_axes(specs: Any, manual: AxisName | None) -> Any:
 
 
 def _all_specs(opt_state: Any) -> Any:
-    marked = _find.mark(opt_state)
-    if not _find.reductions(opt_state):
-        return jax.tree.map(_placed_spec, opt_state)
-    axis = _find.axis_of(opt_state)
-    _calls.check_mesh_axis(axis)
-    parted = any(state.layout.sharding.axes for state in _find.get_states(opt_state))
-    whole = PartitionSpec()
+    leaves, treedef = jax.tree.flatten(opt_state)
+    index = _index.index_of(treedef)
+    index.check(opt_state)
+    if not index.axes:
+        return treedef.unflatten(map(_placed_spec, leaves))
+    _host_checks.check_mesh_axis(index.axis)
+    if not index.is_parted:
+        return treedef.unflatten(index.specs)
 
-    def over(spec: PartitionSpec, tree: Any) -> Any:
-        return jax.tree.map(lambda _: spec, tree)
+    def spec(known: _index.Leaf, leaf: Any) -> PartitionSpec:
+        if known.rows is Rows.NONE:
+            return _placed_spec(leaf)
+        if known.rows in (Rows.WORKER, Rows.JOINED) and len(own := _placed_spec(leaf)):
+            return own
+        return known.spec
 
-    def placed(leaf: Any) -> PartitionSpec:
-        return _placed_spec(leaf) if parted else whole
-
-    def of_worker(leaf: Any) -> PartitionSpec:
-        spec = placed(leaf)
-        return spec if len(spec) else PartitionSpec(axis)
-
-    def specs(node):
-        if isinstance(node, _find.PerWorker):
-            return jax.tree.map(of_worker, node.tree)
-        if not _find.is_state(node):
-            return placed(node)
-        device_axes = node.layout.sharding.axes
-        split = PartitionSpec((*_compat.axis_names(axis), *device_axes)) if device_axes else None
-        split = PartitionSpec(axis) if split is None else split
-        shards = (*node.settings.shard_axis, *device_axes)
-        everywhere = over(whole, node)
-        rows = node.residual.shape[0]
-
-        def of_local(leaf: Any) -> PartitionSpec:
-            return split if not device_axes or leaf.shape[0] == rows else of_worker(leaf)
-
-        return everywhere._replace(
-            missed=over(PartitionSpec(axis), node.missed),
-            owner=PartitionSpec(axis),
-            residual=split,
-            velocity=over(split, node.velocity),
-            dense_velocity=over(split, node.dense_velocity),
-            local=jax.tree.map(of_local, node.local),
-            selector=over(split, node.selector),
-            allreduce=over(PartitionSpec(shards) if shards else whole, node.allreduce),
-            info=_sparse_state.per_worker(everywhere.info, lambda _: PartitionSpec(axis)),
-        )
-
-    return jax.tree.map(specs, marked, is_leaf=_find.is_state)
+    return treedef.unflatten(map(spec, index.leaves, leaves))
 
 
 def is_spec(node: Any) -> bool:
@@ -233,48 +203,19 @@ def placements(opt_state: Any, params: Any, given: Given) -> Any:
                 return known[1]
         return PartitionSpec()
 
-    def is_special(node: Any) -> bool:
-        return _find.is_state(node) or isinstance(node, _find.PerWorker)
+    flat, treedef = jax.tree_util.tree_flatten_with_path(opt_state)
+    index = _index.index_of(treedef)
+    index.check(opt_state)
 
-    axis = _compat.axis_names(_find.axis_of(opt_state))
-    marked = _find.mark(opt_state)
-    known = state_specs(opt_state)
-    flat, treedef = jax.tree_util.tree_flatten_with_path(marked, is_leaf=is_special)
-    specs = treedef.flatten_up_to(known)
-    made = []
-    for (path, node), spec in zip(flat, specs, strict=True):
-        if isinstance(node, SparseAllreduceState):
-            local = _local_specs(node, spec.local, axis, spec_of)
-            made.append(spec._replace(local=local))
-        elif isinstance(node, _find.PerWorker):
-            made.append(_of_workers(node.tree, axis, spec_of))
-        else:
-            made.append(spec_of(path, np.shape(node)))
-    return jax.tree.unflatten(treedef, made)
+    def spec(known: _index.Leaf, path: tuple, shape: tuple[int, ...]) -> PartitionSpec:
+        if known.rows is Rows.NONE:
+            return spec_of(path, shape)
+        if known.rows in (Rows.WORKER, Rows.JOINED):
+            return PartitionSpec(*known.spec, *spec_of(path, shape[1:]))
+        return known.spec
 
-
-def _local_specs(node: SparseAllreduceState, specs: Any, axis: Any, spec_of: Any) -> Any:
-    """Specs of a transformation before the accumulation, which may look at whole leaves."""
-    if not node.layout.sharding.axes:
-        return specs
-    rows = node.residual.shape[0]
-    by_leaf = _of_workers(node.local, axis, spec_of)
-    return jax.tree.map(
-        lambda leaf, spec, of_leaf: spec if leaf.shape[0] == rows else of_leaf,
-        node.local,
-        specs,
-        by_leaf,
-    )
-
-
-def _of_workers(tree: Any, axis: tuple[Any, ...], spec_of: Any) -> Any:
-    """Specs of arrays with an axis of the workers before the dimensions of a parameter."""
-
-    def spec(path: tuple, leaf: Any) -> PartitionSpec:
-        first = axis[0] if len(axis) == 1 else axis
-        return PartitionSpec(first, *spec_of(path, leaf.shape[1:]))
-
-    return jax.tree_util.tree_map_with_path(spec, tree)
+    pairs = zip(index.leaves, flat, strict=True)
+    return treedef.unflatten([spec(known, path, np.shape(x)) for known, (path, x) in pairs])
 
 
 def specs_like(params: Any, given: Given) -> Any:

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from optax_ext._low_rank._factors import Factors
-from optax_ext._state import _calls, _find, _nnx, _rows, _shards
-from optax_ext._step import _checks, _layout
+from optax_ext._state import _find, _host_checks, _index, _nnx, _rows, _shards, _wrappers
+from optax_ext._step import _layout, _roles, _trace_checks
+from optax_ext._step._roles import Role, Rows
 from optax_ext._step._sparse_state import SparseAllreduceState
 
 
@@ -79,54 +79,54 @@ def reshard(opt_state: Any, fresh_state: Any) -> Any:
         )
     given = fresh_state
     opt_state, fresh_state = _nnx.arrays(opt_state), _nnx.arrays(fresh_state)
-    flat = jax.tree_util.tree_flatten_with_path
-    old, old_tree = flat(_find.mark(opt_state), is_leaf=_find.is_state)
-    new, new_tree = flat(_find.mark(fresh_state), is_leaf=_find.is_state)
-    if old_tree != new_tree:
+    (old, _, old_tree), (new, known, tree) = _parts(opt_state), _parts(fresh_state)
+    if old_tree != tree:
         raise ValueError(
             f"opt_state and fresh_state are states of different optimizers: got {old_tree}, and "
-            f"{new_tree}. Make fresh_state with the optimizer of opt_state."
+            f"{tree}. Make fresh_state with the optimizer of opt_state."
         )
-    moved = []
     # Everything is checked before anything is moved.
     _check_readable(opt_state)
-    for (path, before), (_, fresh) in zip(old, new, strict=True):
-        _check(jax.tree_util.keystr(path), before, fresh)
-    for (_, before), (_, fresh) in zip(old, new, strict=True):
-        if isinstance(fresh, SparseAllreduceState):
-            moved.append(_node(before, fresh))
-        elif isinstance(fresh, _find.PerWorker):
-            moved.append(_accumulators(before, fresh))
-        else:
-            moved.append(_placed(before, fresh))
-    return _nnx.like(given, jax.tree.unflatten(new_tree, moved))
+    workers = _find.workers_of(opt_state), _find.workers_of(fresh_state)
+    for (path, before), (_, fresh), now in zip(old, new, known, strict=True):
+        _check(jax.tree_util.keystr(path), before, fresh, now, workers)
+    pairs = zip(old, new, known, strict=True)
+    moved = [_moved(before, fresh, now, workers) for (_, before), (_, fresh), now in pairs]
+    return _nnx.like(given, tree.unflatten(moved))
 
 
-def _check(path: str, old: Any, new: Any) -> None:
-    if isinstance(new, _find.PerWorker):
-        if old.workers is None or new.workers is None:
+def _parts(opt_state: Any) -> tuple[list[tuple[Any, Any]], list[Any], Any]:
+    """The reductions and other arrays of a state with their paths, their index, and the tree."""
+    structure = jax.tree.structure(opt_state)
+    index = _index.index_of(structure)
+    index.check(opt_state)
+    flat, tree = jax.tree_util.tree_flatten_with_path(opt_state, is_leaf=_wrappers.is_state)
+    return flat, tree.flatten_up_to(structure.unflatten(index.leaves)), tree
+
+
+def _check(path: str, old: Any, new: Any, now: Any, workers: tuple[int, int]) -> None:
+    if not isinstance(new, SparseAllreduceState):
+        if now.role is Role.SHARED and np.shape(old) != np.shape(new):
+            raise ValueError(
+                f"opt_state{path} has shape {np.shape(old)}, but fresh_state{path} has "
+                f"{np.shape(new)}. Make fresh_state with the parameters of opt_state."
+            )
+        if now.role is not Role.SHARED and not all(workers):
             raise ValueError(
                 f"opt_state{path} holds accumulated gradients that optax_ext.dense has not "
                 "averaged yet, and its state does not record the number of workers. Reshard when "
                 "the accumulators are empty, and take the state around them from fresh_state."
             )
         return
-    if not isinstance(new, SparseAllreduceState):
-        if np.shape(old) != np.shape(new):
-            raise ValueError(
-                f"opt_state{path} has shape {np.shape(old)}, but fresh_state{path} has "
-                f"{np.shape(new)}. Make fresh_state with the parameters of opt_state."
-            )
-        return
-    _calls.check_all_rows(f"opt_state{path}", old)
-    _calls.check_all_rows(f"fresh_state{path}", new)
+    _host_checks.check_all_rows(f"opt_state{path}", old)
+    _host_checks.check_all_rows(f"fresh_state{path}", new)
     # The same leaves in any sharding, since which of them must be dense may depend on the sharding.
     before, after = (
         dataclasses.replace(x.layout, sharding=_layout.unsharded(x.layout.shapes))
         for x in (old, new)
     )
     if before != after:
-        _checks.check_layout(after, before)
+        _trace_checks.check_layout(after, before)
     if (old.settings.local == "none") != (new.settings.local == "none"):
         bare = old.settings.local == "none"
         ours, theirs = ("without", "with") if bare else ("with", "without")
@@ -151,8 +151,34 @@ def _check_readable(opt_state: Any) -> None:
             )
 
 
-def _node(old: SparseAllreduceState, new: SparseAllreduceState) -> SparseAllreduceState:
-    copied = np.isin(np.arange(old.workers), _calls.copies(old))
+def _moved(old: Any, new: Any, now: Any, workers: tuple[int, int]) -> Any:
+    """A part of ``new`` with the contents of ``old``."""
+    if isinstance(new, SparseAllreduceState):
+        return _reduction(old, new, now)
+    if now.role is Role.SHARED:
+        return _placed(old, new)
+    # Rows along the first axis, one or several for each worker.
+    host = np.asarray(old).reshape(workers[0], -1)
+    if now.role is Role.STATISTIC:
+        return _placed(host[np.arange(workers[1]) % workers[0]].reshape(new.shape), new)
+    return _dealt(host, new, workers[1])
+
+
+def _dealt(rows: np.ndarray, fresh: Any, workers: int) -> Any:
+    """The rows of old workers for others, with the same sum; counts go to the first worker."""
+    if jnp.issubdtype(fresh.dtype, jnp.integer):
+        made = np.zeros(fresh.shape, fresh.dtype)
+        made[0] = np.sum(rows, axis=0).reshape(made[0].shape)
+    else:
+        made = _rows.deal(rows.astype(np.float32), workers, fresh.dtype).reshape(fresh.shape)
+    return _placed(made, fresh)
+
+
+def _reduction(
+    old: SparseAllreduceState, new: SparseAllreduceState, now: Any
+) -> SparseAllreduceState:
+    """``new`` with the contents of ``old``, field by field, as the fields are declared."""
+    copied = np.isin(np.arange(old.workers), _host_checks.copies(old))
 
     def of_owners(before: Any) -> np.ndarray:
         host = np.asarray(before)
@@ -160,76 +186,51 @@ def _node(old: SparseAllreduceState, new: SparseAllreduceState) -> SparseAllredu
             return host
         return np.where(np.repeat(copied, len(host) // old.workers)[:, None], 0, host)
 
-    def dealt(before: Any, fresh: Any) -> Any:
-        rows = _shards.rows(old, of_owners(before))
+    def summed(before: Any, fresh: Any, rows: Rows) -> Any:
+        if rows is Rows.WORKER:
+            return _dealt(np.asarray(before), fresh, new.workers)
+        if rows is Rows.DENSE:
+            # These leaves are not divided within a node.
+            parts = of_owners(before).reshape(old.workers, old.devices, -1)
+            whole = _shards.joined(parts, old.layout, dense=True)
+            whole = _rows.deal(whole, new.workers, fresh.dtype)
+            parts = _shards.parted(whole, new.layout, dense=True)
+            return _placed(parts.reshape(fresh.shape), fresh)
+        whole = _shards.rows(old, of_owners(before))
         workers = new.workers // _shards.workers_in_node(new)
-        return _placed(_shards.unrows(new, _rows.deal(rows, workers, fresh.dtype)), fresh)
+        return _placed(_shards.unrows(new, _rows.deal(whole, workers, fresh.dtype)), fresh)
 
-    def dealt_whole(before: Any, fresh: Any) -> Any:
-        # These leaves are not divided within a node.
-        parts = of_owners(before).reshape(old.workers, old.devices, -1)
-        rows = _shards.joined(parts, old.layout, dense=True)
-        rows = _rows.deal(rows, new.workers, fresh.dtype)
-        parts = _shards.parted(rows, new.layout, dense=True)
-        return _placed(parts.reshape(fresh.shape), fresh)
-
-    def if_both(name: str, deal: Any) -> Any:
+    def field(name: str) -> Any:
         before, fresh = getattr(old, name), getattr(new, name)
-        both = hasattr(before, "shape") and hasattr(fresh, "shape")
-        return deal(before, fresh) if both else fresh
+        known = jax.tree.leaves(getattr(now, name), is_leaf=_is_known)
+        if not known or known[0].role is Role.GROUP:
+            return fresh
+        if known[0].role is Role.PERIODIC:
+            return _with_counts(before, fresh)
+        if jax.tree.structure(before) != jax.tree.structure(fresh):
+            return fresh
+        if known[0].role is Role.SUMMED:
+            return summed(before, fresh, known[0].rows)
+        if known[0].role is Role.STATISTIC:
+            return _taken_over(old, new)
+        # Factors of products belong to these matrices, in these parts.
+        same = known[0].rows is Rows.NONE or old.layout == new.layout
+        pairs = zip(*map(jax.tree.leaves, (before, fresh)), strict=True)
+        same = same and all(np.shape(a) == np.shape(b) for a, b in pairs)
+        return jax.tree.map(_placed, before, fresh) if same else fresh
 
-    return new._replace(
-        count=_placed(old.count, new.count),
-        skipped=_placed(old.skipped, new.skipped),
-        dropped=_placed(old.dropped, new.dropped),
-        withheld=_placed(old.withheld, new.withheld),
-        missed=if_both("missed", _counted),
-        limit=if_both("limit", _placed),
-        residual=dealt(old.residual, new.residual),
-        # The velocity of a momentum correction adds up over the workers as the residual does.
-        velocity=if_both("velocity", dealt),
-        dense_velocity=if_both("dense_velocity", dealt_whole),
-        local=_taken_over(old, new),
-        selector=_with_counts(old.selector, new.selector),
-        allreduce=_exchanged(old, new),
-    )
-
-
-def _counted(before: Any, fresh: Any) -> Any:
-    """The sum of the old workers' counts, given to the first new worker."""
-    host = np.zeros(fresh.shape, fresh.dtype)
-    host[0] = np.sum(np.asarray(before))
-    return _placed(host, fresh)
+    return new._replace(**{name: field(name) for name in _FIELDS})
 
 
-def _accumulators(old: _find.PerWorker, new: _find.PerWorker) -> Any:
-    """Accumulated gradients for other workers, with the same sum, as for residuals.
+_FIELDS = tuple(_roles.FIELDS[SparseAllreduceState])
 
-    For values that do not add up, each new worker takes the value of an old one.
-    """
-    # Neither is None, as _check has made sure.
-    old_workers, new_workers = old.workers or 1, new.workers or 1
 
-    def dealt(before: Any, fresh: Any) -> Any:
-        if not new.adds_up:
-            return _placed(np.asarray(before)[np.arange(new_workers) % old_workers], fresh)
-        if jnp.issubdtype(fresh.dtype, jnp.integer):
-            return _counted(before, fresh)
-        rows = _rows.deal(
-            np.asarray(before, np.float32).reshape(old_workers, -1), new_workers, fresh.dtype
-        )
-        return _placed(rows.reshape(fresh.shape), fresh)
-
-    return jax.tree.map(dealt, old.tree, new.tree)
+def _is_known(node: Any) -> bool:
+    return isinstance(node, _index.Leaf)
 
 
 def _taken_over(old: SparseAllreduceState, new: SparseAllreduceState) -> Any:
-    """The states of local transformations: each new worker takes the state of an old one.
-
-    They are counts and averages, and not sums like residuals.
-    """
-    if jax.tree.structure(old.local) != jax.tree.structure(new.local):
-        return new.local
+    """The states of local transformations: each new worker takes the state of an old one."""
 
     def rows(before: Any, fresh: Any) -> Any:
         host, kind = np.asarray(before), _buffer_of(new, fresh)
@@ -263,19 +264,6 @@ def _of_workers(node: SparseAllreduceState, array: np.ndarray, dense: bool | Non
         return array
     parts = array.reshape(node.workers, node.devices, *array.shape[1:])
     return parts[:, 0] if dense is None else _shards.joined(parts, node.layout, dense=dense)
-
-
-def _exchanged(old_node: SparseAllreduceState, new_node: SparseAllreduceState) -> Any:
-    """The state of an allreduce for other workers."""
-    old, new = old_node.allreduce, new_node.allreduce
-    if old_node.layout != new_node.layout and isinstance(new, Factors):
-        # The factors belong to other matrices.
-        return new
-    if isinstance(old, Factors) and isinstance(new, Factors):
-        # Means over any number of workers; with another rank the factors start again.
-        shapes = [[np.shape(x) for x in jax.tree.leaves(factors)] for factors in (old, new)]
-        return jax.tree.map(_placed, old, new) if shapes[0] == shapes[1] else new
-    return _with_counts(old, new)
 
 
 def _with_counts(old: Any, new: Any) -> Any:

@@ -2,15 +2,16 @@
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
 
-from optax_ext._state import _find
-from optax_ext._step import _accumulation, _buffers, _checks, _layout
+from optax_ext._state import _index, _wrappers
+from optax_ext._step import _accumulation, _buffers, _layout, _trace_checks
 from optax_ext._step._sparse_state import SparseAllreduceState
 from sparse_collectives import _compat, transport
 from sparse_collectives._platform import once
@@ -31,24 +32,38 @@ def residual_tree(
       ValueError: a state of other parameters.
     """
     leaves, treedef = jax.tree.flatten(params)
-    found: list[Any] = [None] * len(leaves)
-    for state in _find.get_states(opt_state):
-        parts = leaves_of(state)
-        # A state for some of the parameters, as in optax.multi_transform, has masks elsewhere.
-        parts, tree = jax.tree.flatten(parts, is_leaf=is_mask)
-        if tree != treedef:
-            raise ValueError(
-                f"opt_state was made for parameters with another tree than params: {tree}, and "
-                f"{treedef}. Give the parameters that init was called with."
-            )
-        for i, part in enumerate(parts):
-            if not is_mask(part):
-                found[i] = part if found[i] is None else found[i] + part
+    found = _spread(map(leaves_of, _wrappers.get_states(opt_state)), params)
     whole = [
         jnp.zeros_like(leaf) if part is None else part
         for leaf, part in zip(leaves, found, strict=True)
     ]
     return jax.tree.unflatten(treedef, whole)
+
+
+def _spread(trees: Iterable[Any], params: Any) -> list[Any]:
+    """The leaves of several trees with masks, as leaves of ``params``; None where all have masks.
+
+    A state for some of the parameters, as in ``optax.multi_transform``, has masks elsewhere, each
+    for a leaf, or for a variable of flax with a leaf in it.
+    """
+    found: list[Any] = [None] * len(jax.tree.leaves(params))
+    for tree in trees:
+        parts, structure = jax.tree.flatten(tree, is_leaf=is_mask)
+        try:
+            sizes = [len(jax.tree.leaves(x)) for x in structure.flatten_up_to(params)]
+        except ValueError:
+            sizes = []
+        wrong = [size for part, size in zip(parts, sizes) if size != 1 and not is_mask(part)]
+        if wrong or sum(sizes) != len(found):
+            raise ValueError(
+                f"opt_state was made for parameters with another tree than params: {structure}, "
+                f"and {jax.tree.structure(params)}. Give the parameters that init was called with."
+            )
+        each = [part for part, size in zip(parts, sizes, strict=True) for _ in range(size)]
+        for i, part in enumerate(each):
+            if not is_mask(part):
+                found[i] = part if found[i] is None else found[i] + part
+    return found
 
 
 def of_vector(vector: jax.Array, layout: _layout.TreeLayout) -> Any:
@@ -76,16 +91,20 @@ def ahead(params: Any, opt_state: Any) -> Any:
       ValueError: outside of the mapped function; a state of other parameters; no allreduce in
         ``opt_state``; a hierarchical one over MPI communicators, with a ``step_ahead``.
     """
-    axis = _find.axis_of(opt_state)
+    leaves, structure = jax.tree.flatten(opt_state)
+    index = _index.index_of(structure)
     # Over MPI the state has the number of ranks, and nothing is typed as varying.
+    axis = index.axis
     ranks = _compat.ranks(axis)
-    workers = ranks or _checks.workers(axis)
+    workers = ranks or _trace_checks.workers(axis)
     local = params if ranks else _compat.to_varying(params, axis)
-    for gone in _find.moved(opt_state):
-        local = jax.tree.map(lambda p, m: p + m[0].astype(p.dtype), local, gone)
-    states = _find.get_states(opt_state)
-    if not any(state.settings.step_ahead for state in states):
+    if moved := index.moved(leaves):
+        mine, treedef = jax.tree.flatten(local)
+        pairs = zip(mine, _spread(moved, local), strict=True)
+        local = treedef.unflatten([p if m is None else p + m[0].astype(p.dtype) for p, m in pairs])
+    if not index.looks_ahead:
         return local
+    states = _wrappers.get_states(opt_state)
 
     def stepped() -> Any:
         waiting = residual_tree(opt_state, params, lambda state: _share(state, workers))
@@ -112,9 +131,9 @@ def _share(state: SparseAllreduceState, workers: int) -> Any:
         mine = _share_of_part(residual, part, settings, workers)
         return _layout.gather(mine, layout)
 
-    specs = _layout.specs_of(layout)
+    split, leaves = PartitionSpec(layout.sharding.axes), _layout.specs_of(layout)
     return _layout.on_each_device(
-        of_device, layout.sharding, settings.axis, in_specs=(specs.split,), out_specs=specs.leaves
+        of_device, layout.sharding, settings.axis, in_specs=(split,), out_specs=leaves
     )(_own_residual(state))
 
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import optax
 
-from optax_ext._step import _accumulation, _checks, _layout, _sparse_state
+from optax_ext._step import _accumulation, _layout, _options, _sparse_state
 from optax_ext._step._accumulation import Pending
 from optax_ext._step._options import DenseSteps
 from optax_ext._step._sparse_state import SparseAllreduceState
@@ -114,10 +114,10 @@ def checked_options(
 ) -> Options:
     """The checked options, or an error that names the fix."""
     nonfinite = _validation.check_choice("nonfinite", nonfinite, _accumulation.POLICIES)
-    _checks.check_residual_option(residual)
-    _checks.check_step_ahead(residual, local)
-    _checks.check_limit(limit, local)
-    every = _checks.check_rounds(every, local, dense_leaves)
+    _options.check_residual_option(residual)
+    _options.check_step_ahead(residual, local)
+    _options.check_limit(limit, local)
+    every = _options.check_rounds(every, local, dense_leaves)
     dense_steps = 0 if dense_steps is None else dense_steps
     if not callable(dense_steps):
         dense_steps = _validation.check_positive_int("dense_steps", dense_steps, minimum=0)

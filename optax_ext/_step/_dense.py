@@ -2,10 +2,15 @@
 
 import dataclasses
 from collections.abc import Hashable
+from typing import Annotated
 
 import jax
 
+from optax_ext._step import _roles
+from optax_ext._step._roles import SHARED
 
+
+@_roles.declared
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DenseState:
@@ -18,7 +23,7 @@ class DenseState:
       axis: the mesh axis of the workers, or a ``Ranks`` for an MPI communicator; static.
     """
 
-    count: jax.Array
-    delivered: jax.Array
-    words: jax.Array
-    axis: Hashable = dataclasses.field(metadata={"static": True})
+    count: Annotated[jax.Array, SHARED]
+    delivered: Annotated[jax.Array, SHARED]
+    words: Annotated[jax.Array, SHARED]
+    axis: Annotated[Hashable, "static"] = dataclasses.field(metadata={"static": True})

@@ -12,13 +12,16 @@ from optax_ext._step import (
     _accumulation,
     _applied,
     _buffers,
-    _checks,
     _layout,
+    _options,
+    _roles,
     _sparse_state,
+    _trace_checks,
 )
 from optax_ext._step._accumulation import Pending
 from optax_ext._step._contract import Accumulated, Exchange, Options
 from optax_ext._step._momentum_correction import MomentumCorrection
+from optax_ext._step._roles import Role, Rows
 from optax_ext._step._sparse_state import SparseAllreduceState, StepInfo
 from sparse_collectives import AxisName, _compat, transport
 from sparse_collectives._platform import by_platform
@@ -44,7 +47,7 @@ class ErrorFeedback:
         """The state for the part of a device before the first step."""
         options, correction = self.options, self.correction
         size, dense = self.exchange.part_size(layout.size), layout.dense_size
-        workers = _checks.workers(options.axis)
+        workers = _trace_checks.workers(options.axis)
         selector, shared = self.exchange.init(layout, workers)
         per_worker = (
             jnp.zeros((size,), options.residual.dtype),
@@ -99,7 +102,7 @@ class ErrorFeedback:
         """
         options = self.options
         size = self.exchange.part_size(layout.size)
-        _checks.check_residual(state.residual, size, _checks.workers(options.axis), options.axis)
+        _trace_checks.check_residual(state.residual, size, options.axis)
         loaded = self.load(updates, state, layout)
         buffers, proceeds, dropped = _accumulation.guard(
             options.nonfinite,
@@ -146,7 +149,7 @@ class ErrorFeedback:
         Raises:
           ValueError: options that a round in pieces cannot support.
         """
-        _checks.check_late(self.options.residual.decay, self.options.dense_steps)
+        _options.check_late(self.options.residual.decay, self.options.dense_steps)
         waiting = _accumulation.own(
             _accumulation.load(state.residual), state.owner, self.options.axis
         )
@@ -226,7 +229,7 @@ class ErrorFeedback:
         """``bool[]``, whether step ``count`` is dense; None if no step is."""
         dense_steps = self.options.dense_steps
         if callable(dense_steps):
-            return _checks.whether_dense(dense_steps(count))
+            return _options.whether_dense(dense_steps(count))
         return count < dense_steps if dense_steps else None
 
     def _is_due(self, count: jax.Array, is_dense: jax.Array | None) -> jax.Array | None:
@@ -318,6 +321,13 @@ def _reported(info: StepInfo, before: StepInfo) -> StepInfo:
     return info._replace(threshold_drift=drift - 1.0)
 
 
+_BUFFERS = tuple(
+    name
+    for name in _roles.names(SparseAllreduceState, Rows.DEVICE, Rows.DENSE)
+    if name in _roles.names(SparseAllreduceState, Role.SUMMED)
+)
+
+
 def _unless_skipped(
     proceeds: jax.Array, stepped: SparseAllreduceState, state: SparseAllreduceState
 ) -> SparseAllreduceState:
@@ -327,11 +337,7 @@ def _unless_skipped(
     of a local transformation.
     """
     chosen = _either(proceeds, stepped, stepped, state._replace(skipped=state.skipped + 1))
-    return chosen._replace(
-        residual=stepped.residual,
-        velocity=stepped.velocity,
-        dense_velocity=stepped.dense_velocity,
-    )
+    return chosen._replace(**{name: getattr(stepped, name) for name in _BUFFERS})
 
 
 def _either(condition: jax.Array, stepped: SparseAllreduceState, yes: Any, no: Any) -> Any:

@@ -9,9 +9,11 @@ of them to the bit.
 
 import dataclasses
 import functools
+import itertools
 import math
+import operator
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +78,7 @@ class Sharding:
 
 def unsharded(shapes: Sequence[tuple[int, ...]]) -> Sharding:
     """The sharding of leaves that a device holds whole."""
-    return Sharding((), (), tuple(((),) * len(shape) for shape in shapes))
+    return Sharding((), (), tuple([((),) * len(shape) for shape in shapes]))
 
 
 @jax.tree_util.register_static
@@ -95,7 +97,7 @@ class TreeLayout:
       device_axes: if the leaves are the part of one device, the axes over whose devices the
         parameters are divided; otherwise empty.
       of_placeholder: whether it is the layout of the placeholder for which
-        ``optax.tree.map_params`` calls ``init``; it is equal to any layout.
+        ``optax.tree.map_params`` calls ``init``, which compares equal to any layout.
     """
 
     treedef: Any
@@ -116,6 +118,9 @@ class TreeLayout:
         return self._key == other._key
 
     def __hash__(self) -> int:
+        if self.of_placeholder:
+            # It is equal to layouts with other hashes. Without one, no cache can mix them up.
+            raise TypeError("the layout of a placeholder has no hash.")
         return self._hash
 
     @functools.cached_property
@@ -130,22 +135,20 @@ class TreeLayout:
             *(self.dense, self.sharding, self.device_axes),
         )
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         """n, the number of entries of the sparse buffer."""
-        return sum(math.prod(shape) for shape in self.sparse_shapes)
+        return sum(map(math.prod, self.sparse_shapes))
 
-    @property
+    @functools.cached_property
     def dense_size(self) -> int:
         """The number of entries of the dense leaves."""
-        return sum(math.prod(shape) for shape in self.shapes) - self.size
+        return sum(map(math.prod, self.shapes)) - self.size
 
-    @property
+    @functools.cached_property
     def sparse_shapes(self) -> tuple[tuple[int, ...], ...]:
         """The shapes of the leaves in the sparse buffer."""
-        return tuple(
-            shape for shape, dense in zip(self.shapes, self.dense, strict=True) if not dense
-        )
+        return tuple(itertools.compress(self.shapes, map(operator.not_, self.dense)))
 
 
 def is_placeholder(tree: Any) -> bool:
@@ -154,6 +157,13 @@ def is_placeholder(tree: Any) -> bool:
     The placeholder is a custom node without leaves.
     """
     return not isinstance(tree, dict | list | tuple | type(None)) and not jax.tree.leaves(tree)
+
+
+_FLOATS = {jnp.dtype(name) for name in ("float32", "bfloat16", "float16")}
+
+
+def _dtype(leaf: Any) -> Any:
+    return jnp.dtype(jnp.result_type(leaf))
 
 
 def layout_of(tree: Any, name: str, dense: tuple[bool, ...] | None = None) -> TreeLayout:
@@ -166,11 +176,11 @@ def layout_of(tree: Any, name: str, dense: tuple[bool, ...] | None = None) -> Tr
         path.
       ValueError: 2**31 entries or more.
     """
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    for path, leaf in leaves:
-        _validation.check_float(f"{name}{jax.tree_util.keystr(path)}", jnp.result_type(leaf))
-    shapes = tuple(tuple(jnp.shape(leaf)) for _, leaf in leaves)
-    dtypes = tuple(jnp.dtype(jnp.result_type(leaf)) for _, leaf in leaves)
+    leaves, treedef = jax.tree.flatten(tree)
+    shapes, dtypes = tuple(map(jnp.shape, leaves)), tuple(map(_dtype, leaves))
+    if not {*dtypes} <= _FLOATS:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            _validation.check_float(f"{name}{jax.tree_util.keystr(path)}", _dtype(leaf))
     if dense is None or len(dense) != len(shapes):
         dense = (False,) * len(shapes)
     layout = TreeLayout(treedef, shapes, dtypes, dense, unsharded(shapes))
@@ -182,6 +192,8 @@ def layout_of(tree: Any, name: str, dense: tuple[bool, ...] | None = None) -> Tr
 def device_layout(layout: TreeLayout) -> TreeLayout:
     """The layout of the part of the leaves of ``layout`` that one device exchanges."""
     sharding = layout.sharding
+    if not sharding.axes:
+        return layout
     shapes = tuple(sharding.part_shape(i, shape) for i, shape in enumerate(layout.shapes))
     whole = unsharded(shapes)
     return dataclasses.replace(layout, shapes=shapes, sharding=whole, device_axes=sharding.axes)
@@ -190,6 +202,8 @@ def device_layout(layout: TreeLayout) -> TreeLayout:
 def take(tree: Any, layout: TreeLayout) -> Any:
     """The part that this device exchanges of a tree of its shards, without communication."""
     sharding = layout.sharding
+    if not sharding.axes:
+        return tree
 
     def part(leaf: int, shard: jax.Array) -> jax.Array:
         free = sharding.free(leaf)
@@ -215,6 +229,8 @@ def gather(tree: Any, layout: TreeLayout) -> Any:
     Cost: one allgather for all leaves of a dtype that are replicated over the same axes.
     """
     sharding = layout.sharding
+    if not sharding.axes:
+        return tree
     parts = jax.tree.leaves(tree)
     shards: list[Any] = list(parts)
     together: dict[Any, list[int]] = {}
@@ -235,29 +251,12 @@ def gather(tree: Any, layout: TreeLayout) -> Any:
     return jax.tree.unflatten(layout.treedef, shards)
 
 
-class Specs(NamedTuple):
-    """PartitionSpecs over the axes of a :class:`Sharding`, for arguments of a region.
-
-    Attributes:
-      leaves: a tree of specs for the shards of the leaves.
-      split: for arrays with a row for each device, along the leading dimension.
-      whole: for arrays that are the same on all devices of a worker.
-    """
-
-    leaves: Any
-    split: PartitionSpec
-    whole: PartitionSpec
-
-
-def specs_of(layout: TreeLayout) -> Specs:
-    """The specs for leaves of ``layout``."""
-    sharding = layout.sharding
-    leaves = [sharding.spec(i) for i in range(len(layout.shapes))]
-    return Specs(
-        jax.tree.unflatten(layout.treedef, leaves),
-        PartitionSpec(sharding.axes),
-        PartitionSpec(),
-    )
+def specs_of(layout: TreeLayout) -> Any:
+    """The specs of the leaves over the axes of their sharding, for arguments of a region."""
+    sharding, leaves = layout.sharding, [PartitionSpec()] * len(layout.shapes)
+    if sharding.axes:
+        leaves = [sharding.spec(i) for i in range(len(layout.shapes))]
+    return jax.tree.unflatten(layout.treedef, leaves)
 
 
 def on_each_device(

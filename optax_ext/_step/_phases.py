@@ -53,6 +53,11 @@ def current() -> Phase | None:
     return _phase.get()
 
 
+def none() -> contextlib.AbstractContextManager[None]:
+    """A step that is one program, as the context without a phase."""
+    return contextlib.nullcontext()
+
+
 @contextlib.contextmanager
 def of(kind: str, arrived: list[Arrived] | None = None) -> Generator[list[Arrived]]:
     """In this context steps are traced as a phase ``kind`` of a round."""

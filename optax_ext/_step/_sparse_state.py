@@ -2,15 +2,29 @@
 
 import dataclasses
 from collections.abc import Hashable
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_ext._step import _layout
+from optax_ext._step import _layout, _roles
+from optax_ext._step._roles import (
+    EXCHANGE,
+    GROUP,
+    LOAD,
+    OF_ALL,
+    OF_DENSE,
+    OF_SHARD,
+    OF_WORKER,
+    PERIODIC,
+    SHARED,
+    STATISTIC,
+    SUMMED,
+)
 
 
+@_roles.declared
 class StepInfo(NamedTuple):
     """Counts of the last step; zeros before the first step.
 
@@ -32,19 +46,19 @@ class StepInfo(NamedTuple):
         previous step, minus 1. It is about 0 in a steady state.
     """
 
-    selected: jax.Array
-    delivered: jax.Array
-    overflow: jax.Array
-    local_threshold: jax.Array
-    global_threshold: jax.Array
-    words: jax.Array
-    useful: jax.Array
-    arrived: jax.Array
-    threshold_drift: jax.Array
+    selected: Annotated[jax.Array, GROUP, OF_WORKER]
+    delivered: Annotated[jax.Array, GROUP, OF_ALL]
+    overflow: Annotated[jax.Array, GROUP, OF_WORKER]
+    local_threshold: Annotated[jax.Array, GROUP, OF_WORKER]
+    global_threshold: Annotated[jax.Array, GROUP, OF_ALL]
+    words: Annotated[jax.Array, GROUP, OF_ALL]
+    useful: Annotated[jax.Array, GROUP, OF_WORKER]
+    arrived: Annotated[jax.Array, GROUP, OF_WORKER]
+    threshold_drift: Annotated[jax.Array, GROUP, OF_WORKER]
 
 
 # The fields that differ between the workers.
-PER_WORKER = ("selected", "overflow", "local_threshold", "useful", "arrived", "threshold_drift")
+PER_WORKER = _roles.names(StepInfo, OF_WORKER)
 
 
 @jax.tree_util.register_static
@@ -71,6 +85,8 @@ class Settings:
       workers: P that the state was made for; 0 in a transformation, which is for any P.
       whole: whether it is a whole optimizer, which returns updates of the parameters.
       every: H, the steps from one exchange to the next.
+      by_leaf: whether the local transformation sees whole leaves, so that its state belongs to a
+        worker and not to a device.
     """
 
     selector: str | None
@@ -86,8 +102,10 @@ class Settings:
     workers: int = dataclasses.field(default=0, compare=False)
     whole: bool = False
     every: int = 1
+    by_leaf: bool = False
 
 
+@_roles.declared
 class SparseAllreduceState(NamedTuple):
     """State of :func:`sparse_allreduce`, and of :func:`powersgd` and :func:`acp_sgd`.
 
@@ -137,22 +155,22 @@ class SparseAllreduceState(NamedTuple):
         static.
     """
 
-    count: jax.Array
-    skipped: jax.Array
-    dropped: jax.Array
-    withheld: jax.Array
-    missed: Any
-    owner: jax.Array
-    limit: Any
-    residual: jax.Array
-    velocity: Any
-    dense_velocity: Any
-    local: Any
-    selector: Any
-    allreduce: Any
-    info: StepInfo
-    layout: _layout.TreeLayout
-    settings: Settings
+    count: Annotated[jax.Array, SHARED]
+    skipped: Annotated[jax.Array, SHARED]
+    dropped: Annotated[jax.Array, SHARED, EXCHANGE]
+    withheld: Annotated[jax.Array, SHARED, EXCHANGE]
+    missed: Annotated[Any, SUMMED, OF_WORKER]
+    owner: Annotated[jax.Array, GROUP, OF_WORKER]
+    limit: Annotated[Any, SHARED]
+    residual: Annotated[jax.Array, SUMMED]
+    velocity: Annotated[Any, SUMMED, LOAD]
+    dense_velocity: Annotated[Any, SUMMED, OF_DENSE, LOAD]
+    local: Annotated[Any, STATISTIC, LOAD]
+    selector: Annotated[Any, PERIODIC, EXCHANGE]
+    allreduce: Annotated[Any, PERIODIC, OF_SHARD, EXCHANGE]
+    info: Annotated[StepInfo, GROUP, OF_ALL, EXCHANGE]
+    layout: Annotated[_layout.TreeLayout, "static"]
+    settings: Annotated[Settings, "static"]
 
     @property
     def workers(self) -> int:

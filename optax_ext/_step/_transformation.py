@@ -17,15 +17,16 @@ from jax.sharding import PartitionSpec
 
 from optax_ext._step import (
     _buffers,
-    _checks,
     _dense_leaves,
     _given,
-    _gradient_checks,
     _layout,
     _phases,
+    _roles,
     _sparse_state,
+    _trace_checks,
 )
 from optax_ext._step._error_feedback import ErrorFeedback
+from optax_ext._step._roles import Rows
 from optax_ext._step._sparse_state import SparseAllreduceState
 from sparse_collectives import _compat, transport
 
@@ -49,7 +50,7 @@ class Transformation:
     def init(self, params: Any) -> SparseAllreduceState:
         """The state of a worker before the first step, or of a device if its axes are manual."""
         feedback, axis = self._feedback, self._feedback.options.axis
-        workers = _checks.workers(axis)
+        workers = _trace_checks.workers(axis)
         given, placeholder = params, _layout.is_placeholder(params)
         if placeholder:  # Any parameters will do: no flat buffer is shaped like a parameter.
             params = jnp.zeros((128,), jnp.float32)
@@ -76,7 +77,12 @@ class Transformation:
             kept = _sparse_state.with_lead(_buffers.init_of_leaves(self._of_leaves, given))
             state = state._replace(local=_compat.to_varying(kept, axis))
         described = _buffers.describe(self._local, state.local)
-        settings = dataclasses.replace(feedback.settings, local=described, workers=workers)
+        settings = dataclasses.replace(
+            feedback.settings,
+            local=described,
+            workers=workers,
+            by_leaf=self._of_leaves is not None,
+        )
         return state._replace(layout=layout, settings=settings)
 
     def update(self, updates: Any, state: SparseAllreduceState, params: Any = None, **extra: Any):
@@ -97,7 +103,7 @@ class Transformation:
         before = _stripped(state)
         if self._of_leaves is not None:
             before = before._replace(local=())
-        leaves, specs = _layout.specs_of(layout).leaves, _specs(layout)
+        leaves, specs = _layout.specs_of(layout), _specs(layout)
         updates, new = _layout.on_each_device(
             lambda *args: self._on_device(layout, *args),
             layout.sharding,
@@ -156,10 +162,10 @@ class Transformation:
 
     def _check_state(self, updates: Any, state: SparseAllreduceState, params: Any) -> None:
         feedback = self._feedback
-        _checks.check_settings(state.settings, feedback.settings)
+        _trace_checks.check_settings(state.settings, feedback.settings)
         if state.workers == 1:  # Another number of rows is reported by check_residual.
-            _checks.check_workers(state.settings, _checks.workers(feedback.options.axis))
-        _gradient_checks.warn_without_ahead(updates, state, params)
+            _trace_checks.check_workers(state.settings, feedback.options.axis)
+        _trace_checks.warn_without_ahead(updates, state, params)
 
     def _check_updates(self, updates: Any, layout: _layout.TreeLayout) -> None:
         """Checks the updates: shards if the axes are manual, and whole leaves otherwise."""
@@ -171,13 +177,13 @@ class Transformation:
             layout, shapes=shapes, sharding=_layout.unsharded(shapes), of_placeholder=False
         )
         got = _layout.layout_of(updates, "updates", layout.dense)
-        _checks.workers(axis)
-        _checks.check_layout(expected, got)
+        _trace_checks.workers(axis)
+        _trace_checks.check_layout(expected, got)
         if layout.shapes:
-            _gradient_checks.check_local_gradients(updates, axis)
+            _trace_checks.check_local_gradients(updates, axis)
         if manual:
             frees = [sharding.free(i) for i in range(len(shapes))]
-            _gradient_checks.check_same_on_devices(updates, frees, axis)
+            _trace_checks.check_same_on_devices(updates, frees, axis)
 
 
 def _stripped(state: SparseAllreduceState) -> Any:
@@ -185,12 +191,13 @@ def _stripped(state: SparseAllreduceState) -> Any:
     return state._replace(layout=None, settings=None)  # pyright: ignore[reportArgumentType]
 
 
+_SPLIT = _roles.names(SparseAllreduceState, Rows.DEVICE, Rows.DENSE, Rows.SHARD)
+
+
 def _specs(layout: _layout.TreeLayout) -> Any:
     """The specs of a stripped state, over the axes of the sharding."""
-    split, whole = PartitionSpec(layout.sharding.axes), PartitionSpec()
-    specs: dict[str, Any] = dict.fromkeys(SparseAllreduceState._fields, split)
-    for name in ("count", "skipped", "dropped", "withheld", "missed", "owner", "limit", "info"):
-        specs[name] = whole
+    specs: dict[str, Any] = dict.fromkeys(SparseAllreduceState._fields, PartitionSpec())
+    specs |= dict.fromkeys(_SPLIT, PartitionSpec(layout.sharding.axes))
     return SparseAllreduceState(**{**specs, "layout": None, "settings": None})
 
 

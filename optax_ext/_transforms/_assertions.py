@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from optax_ext._state import _find
-from optax_ext._step import _checks, _gradient_checks, _layout
+from optax_ext._state import _wrappers
+from optax_ext._step import _layout, _trace_checks
 from sparse_collectives import AxisName, _hash, extend, transport
 
 
@@ -63,8 +63,8 @@ def assert_local_gradients(*, axis: AxisName) -> optax.GradientTransformationExt
 
     def update(updates: Any, state: optax.EmptyState, params: Any = None):
         del params
-        workers = _checks.workers(axis)
-        _gradient_checks.check_local_gradients(updates, axis)
+        workers = _trace_checks.workers(axis)
+        _trace_checks.check_local_gradients(updates, axis)
         if workers == 1:
             return updates, state
         parts = map(fingerprint, itertools.count(), jax.tree.leaves(updates))
@@ -123,7 +123,7 @@ def assert_replicated_gradients(
     inner = optax.with_extra_args_support(tx)
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any):
-        for node in _find.get_states(state):
+        for node in _wrappers.get_states(state):
             sharding = node.layout.sharding
             if not _layout.is_manual(sharding):
                 continue

@@ -1,16 +1,18 @@
 """Several buffers instead of one, so that their exchanges overlap the backward pass."""
 
-from typing import Any, NamedTuple, cast
+from typing import Annotated, Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
 
-from optax_ext._step import _groups
+from optax_ext._step import _groups, _roles
+from optax_ext._step._roles import SHARED
 from sparse_collectives import _validation
 
 
+@_roles.declared
 class BucketedState(NamedTuple):
     """State of :func:`bucketed`.
 
@@ -18,7 +20,7 @@ class BucketedState(NamedTuple):
       buckets: the state of each bucket, beginning with the bucket of the last leaves.
     """
 
-    buckets: tuple[Any, ...]
+    buckets: Annotated[tuple[Any, ...], SHARED]
 
 
 def bucketed(

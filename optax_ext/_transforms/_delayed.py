@@ -1,15 +1,18 @@
 """The exchange of one step during the computation of the next one."""
 
-from typing import Any, NamedTuple, cast
+from typing import Annotated, Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext._state import _calls
+from optax_ext._state import _host_checks
 from optax_ext._state._find import accumulators, reductions
+from optax_ext._step import _roles
+from optax_ext._step._roles import OF_WORKER, SHARED, SUMMED
 
 
+@_roles.declared
 class DelayedState(NamedTuple):
     """State of :func:`delayed`.
 
@@ -19,9 +22,9 @@ class DelayedState(NamedTuple):
       acc_grads: the gradient of each worker to exchange next, as in :class:`MultiStepsState`.
     """
 
-    gradient_step: jax.Array
-    inner_opt_state: Any
-    acc_grads: Any
+    gradient_step: Annotated[jax.Array, SHARED]
+    inner_opt_state: Annotated[Any, SHARED]
+    acc_grads: Annotated[Any, SUMMED, OF_WORKER]
 
 
 def delayed(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -74,7 +77,7 @@ def delayed(tx: optax.GradientTransformation) -> optax.GradientTransformationExt
                 "with optax_ext.init_state(optax_ext.delayed(tx), params, mesh), or leave "
                 "optax_ext.delayed out."
             )
-        _calls.check_before_accumulation(updates, state.inner_opt_state, params)
+        _host_checks.check_before_accumulation(updates, state.inner_opt_state, params)
         before = jax.tree.map(lambda a, g: a[0].astype(g.dtype), state.acc_grads, updates)
         new_updates, inner = inner_tx.update(before, state.inner_opt_state, params, **extra_args)
         waiting = jax.tree.map(lambda a, g: g[None].astype(a.dtype), state.acc_grads, updates)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext._step import _checks, _gradient_checks, _groups
+from optax_ext._step import _groups, _trace_checks
 from optax_ext._step._dense import DenseState
 from sparse_collectives import AxisName, _compat, _validation, extend, transport
 
@@ -72,11 +72,11 @@ def dense(
 
     def update(updates: Any, state: DenseState, params: Any = None):
         del params
-        _checks.check_state_axis(state.axis, _compat.static_axis(axis))
-        workers = _checks.workers(axis)
+        _trace_checks.check_state_axis(state.axis, _compat.static_axis(axis))
+        workers = _trace_checks.workers(axis)
         for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]:
             _validation.check_float(f"updates{jax.tree_util.keystr(path)}", leaf.dtype)
-        _gradient_checks.check_local_gradients(updates, axis)
+        _trace_checks.check_local_gradients(updates, axis)
         given, treedef = jax.tree.flatten(updates)
         leaves = given if dtype is None else [_share(leaf, workers, dtype) for leaf in given]
         means: list[Any] = [None] * len(leaves)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext._step import _checks, _gradient_checks
+from optax_ext._step import _trace_checks
 from sparse_collectives import AxisName, _validation
 
 
@@ -62,8 +62,8 @@ def local_clip_by_global_norm(
 
     def update(updates: Any, state: optax.EmptyState, params: Any = None):
         del params
-        bound = max_norm / math.sqrt(_checks.workers(axis))
-        _gradient_checks.check_local_gradients(updates, axis)
+        bound = max_norm / math.sqrt(_trace_checks.workers(axis))
+        _trace_checks.check_local_gradients(updates, axis)
         leaves = [leaf for leaf in jax.tree.leaves(updates) if leaf.size]
         if not leaves:
             return updates, state

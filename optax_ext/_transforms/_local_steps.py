@@ -1,18 +1,20 @@
 """Rounds of local steps: an inner optimizer for each worker, an outer one for the exchange."""
 
 import warnings
-from typing import Any, NamedTuple, cast
+from typing import Annotated, Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext._state import _calls, _find
-from optax_ext._step import _gradient_checks, _groups, _sparse_state
+from optax_ext._state import _find, _host_checks, _wrappers
+from optax_ext._step import _groups, _roles, _sparse_state, _trace_checks
+from optax_ext._step._roles import MOVED, OF_WORKER, SHARED, STATISTIC, SUMMED
 from optax_ext._transforms import _branch
 from sparse_collectives import _compat, _validation
 
 
+@_roles.declared
 class LocalStepsState(NamedTuple):
     """State of :func:`local_steps`.
 
@@ -28,12 +30,12 @@ class LocalStepsState(NamedTuple):
         and in float32; ``()`` without a delay.
     """
 
-    count: jax.Array
-    missed: jax.Array
-    inner: Any
-    moved: Any
-    outer: tuple[Any, ...]
-    late: Any
+    count: Annotated[jax.Array, SHARED]
+    missed: Annotated[jax.Array, SUMMED, OF_WORKER]
+    inner: Annotated[Any, STATISTIC, OF_WORKER]
+    moved: Annotated[Any, MOVED, OF_WORKER]
+    outer: Annotated[tuple[Any, ...], SHARED]
+    late: Annotated[Any, SHARED]
 
 
 def local_steps(
@@ -165,7 +167,7 @@ def local_steps(
                 f"state must be a state of optax_ext.local_steps, got a {type(state).__name__}. "
                 "Make it with optax_ext.init_state(tx, params, mesh)."
             )
-        _calls.check_before_accumulation(updates, state.outer, params)
+        _host_checks.check_before_accumulation(updates, state.outer, params)
         _warn_without_ahead(updates, state, params)
         state = _stepped(state, updates, params, extra_args)
         at = (state.count + 1) % every
@@ -257,12 +259,12 @@ def _chosen(which: list[jax.Array], yes: list[Any], no: list[Any], like: Any) ->
 
 
 def _check_outer(states: tuple[Any, ...]) -> None:
-    if not _find.reductions(states):
+    if not _wrappers.reductions(states):
         raise ValueError(
             "outer of optax_ext.local_steps has no sparse allreduce, and no optax_ext.dense, in "
             "it. Write for example outer=optax.chain(optax_ext.dense(axis=...), optax.sgd(1.0))."
         )
-    every = max((state.settings.every for state in _find.get_states(states)), default=1)
+    every = max((state.settings.every for state in _wrappers.get_states(states)), default=1)
     if every > 1:
         raise ValueError(
             f"outer of optax_ext.local_steps has every={every}, and is called once in a round: "
@@ -273,12 +275,12 @@ def _check_outer(states: tuple[Any, ...]) -> None:
 
 def _warn_without_ahead(updates: Any, state: LocalStepsState, params: Any) -> None:
     """Warns about a gradient that was evidently taken at the common parameters."""
-    leaves, depends_on = jax.tree.leaves(updates), _gradient_checks.depends_on
+    leaves, depends_on = jax.tree.leaves(updates), _trace_checks.depends_on
     if params is None or not depends_on(leaves, jax.tree.leaves(params)):
         return
     if not depends_on(leaves, jax.tree.leaves(state.moved)):
         warnings.warn(
             "the gradients were taken at params, but local steps expect them at the worker's own "
             "parameters: write jax.grad(loss_fn)(optax_ext.ahead(params, opt_state), batch).",
-            stacklevel=3,
+            stacklevel=_trace_checks.level_of_caller(),
         )

@@ -1,18 +1,21 @@
 """Gradient accumulation before an allreduce, without an exchange at the mini-steps."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Annotated, Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext._state import _calls
+from optax_ext._state import _host_checks
 from optax_ext._state._find import accumulators, reductions
+from optax_ext._step import _roles
+from optax_ext._step._roles import OF_WORKER, SHARED, SUMMED
 from optax_ext._transforms import _branch
 from sparse_collectives import _validation
 
 
+@_roles.declared
 class MultiStepsState(NamedTuple):
     """State of :func:`multi_steps`; the field names are those in ``optax.MultiStepsState``.
 
@@ -25,10 +28,10 @@ class MultiStepsState(NamedTuple):
         outside.
     """
 
-    mini_step: jax.Array
-    gradient_step: jax.Array
-    inner_opt_state: Any
-    acc_grads: Any
+    mini_step: Annotated[jax.Array, SHARED]
+    gradient_step: Annotated[jax.Array, SHARED]
+    inner_opt_state: Annotated[Any, SHARED]
+    acc_grads: Annotated[Any, SUMMED, OF_WORKER]
 
 
 def multi_steps(
@@ -89,7 +92,7 @@ def multi_steps(
         return MultiStepsState(zeros[0], zeros[1], inner, accumulators(inner, params))
 
     def update(updates: Any, state: MultiStepsState, params: Any = None, **extra_args: Any):
-        _calls.check_before_accumulation(updates, state.inner_opt_state, params)
+        _host_checks.check_before_accumulation(updates, state.inner_opt_state, params)
         acc = jax.tree.map(lambda a, g: a + g[None].astype(a.dtype), state.acc_grads, updates)
         k = jnp.asarray(every_k(state.gradient_step), jnp.int32)
 

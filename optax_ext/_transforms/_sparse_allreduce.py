@@ -5,7 +5,7 @@ from typing import Any
 import optax
 
 from optax_ext._state import _init
-from optax_ext._step import _accumulation, _checks, _contract
+from optax_ext._step import _accumulation, _contract, _options
 from optax_ext._step._error_feedback import ErrorFeedback
 from optax_ext._step._momentum_correction import MomentumCorrection
 from optax_ext._step._options import DenseSteps
@@ -150,9 +150,9 @@ def sparse_allreduce(
       >>> sc.simulate(step, axis="w", axis_size=2)(gradients)[0].tolist()
       [3.0, 0.0, 0.0, -3.0]
     """
-    _checks.check_parts(selector, allreduce)
-    _checks.check_shard_axis(axis, allreduce.shard_axis)
-    _checks.check_densities(selector, allreduce)
+    _options.check_parts(selector, allreduce)
+    _options.check_shard_axis(axis, allreduce.shard_axis)
+    _options.check_densities(selector, allreduce)
     options = _contract.checked_options(
         axis=axis,
         nonfinite=nonfinite,

@@ -1,17 +1,19 @@
 r"""The empirical :math:`\xi` of the convergence proof of Ok-Topk."""
 
-from typing import Any, NamedTuple, cast
+from typing import Annotated, Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
 
-from optax_ext._step import _buffers
+from optax_ext._step import _buffers, _roles
+from optax_ext._step._roles import SHARED
 from optax_ext._step._sparse_state import SparseAllreduceState
 from sparse_collectives import AxisName, _compat, _validation, extend, transport
 
 
+@_roles.declared
 class XiState(NamedTuple):
     """State of :func:`measure_xi`.
 
@@ -20,8 +22,8 @@ class XiState(NamedTuple):
       xi: ``f32[]``, from the last step that measured it.
     """
 
-    inner: SparseAllreduceState
-    xi: jax.Array
+    inner: Annotated[SparseAllreduceState, SHARED]
+    xi: Annotated[jax.Array, SHARED]
 
 
 def measure_xi(

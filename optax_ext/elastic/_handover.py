@@ -3,41 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_ext._state import _find
+from optax_ext._state import _find, _index
 from optax_ext._state._reshard import reshard
-from optax_ext._step._sparse_state import SparseAllreduceState
+from optax_ext._step._roles import Role, Rows
 from sparse_collectives import AxisName
 
-# The kinds of arrays when a worker comes or goes: all share one value; each has its own, and the
-# sum counts; each has statistics of its own; it belongs to the group, and is made again.
-_SHARED, _ADDED, _LEARNED, _ANEW = "shared", "added", "learned", "anew"
+_SUMS = Role.SUMMED, Role.MOVED
 
 
-def _kinds(opt_state: Any) -> Any:
-    """The kind of each array, as a tree like ``opt_state``."""
-
-    def all_of(kind: str, tree: Any) -> Any:
-        return jax.tree.map(lambda _: kind, tree)
-
-    def of(node: Any) -> Any:
-        if isinstance(node, _find.PerWorker):
-            return all_of(_ADDED if node.adds_up else _LEARNED, node.tree)
-        if not isinstance(node, SparseAllreduceState):
-            return all_of(_SHARED, node)
-        added = ("missed", "residual", "velocity", "dense_velocity")
-        return all_of(_SHARED, node)._replace(
-            **{name: all_of(_ADDED, getattr(node, name)) for name in added},
-            local=all_of(_LEARNED, node.local),
-            **{name: all_of(_ANEW, getattr(node, name)) for name in ("owner", "selector", "info")},
-        )
-
-    return jax.tree.map(of, _find.mark(opt_state), is_leaf=_find.is_state)
+def _mapped(function: Callable[[_index.Leaf, jax.Array], Any], opt_state: Any) -> Any:
+    """The state with ``function`` of each array, and of what it is to the workers."""
+    leaves, structure = jax.tree.flatten(opt_state)
+    return structure.unflatten(map(function, _index.index_of(structure).leaves, leaves))
 
 
 def carried(opt_state: Any, fresh: Any) -> Any:
@@ -99,9 +83,12 @@ def admit(axis: AxisName, params: Any, opt_state: Any, holds: jax.Array) -> tupl
         total = lax.psum(jnp.where(mine, x, jnp.zeros_like(x)).astype(jnp.float32), axis)
         return jnp.where(mine, x, (total / holders).astype(x.dtype))
 
-    rules = {_SHARED: shared, _LEARNED: learned}
-    given = jax.tree.map(lambda kind, x: rules.get(kind, _same)(x), _kinds(opt_state), opt_state)
-    return jax.tree.map(shared, params), given
+    def of(known: _index.Leaf, x: jax.Array) -> jax.Array:
+        if known.rows in (Rows.NONE, Rows.SHARD):
+            return shared(x)
+        return learned(x) if known.role is Role.STATISTIC else x
+
+    return jax.tree.map(shared, params), _mapped(of, opt_state)
 
 
 def release(axis: AxisName, opt_state: Any, leaves: jax.Array) -> Any:
@@ -127,14 +114,7 @@ def release(axis: AxisName, opt_state: Any, leaves: jax.Array) -> Any:
         mine = (jnp.arange(x.size) % sharing == turn).reshape(x.shape)
         return jnp.where(goes, nothing, wide + jnp.where(mine, total, nothing)).astype(x.dtype)
 
-    def of(kind: str, x: jax.Array) -> jax.Array:
-        return added(x) if kind == _ADDED else x
-
-    return jax.tree.map(of, _kinds(opt_state), opt_state)
-
-
-def _same(x: jax.Array) -> jax.Array:
-    return x
+    return _mapped(lambda known, x: added(x) if known.role in _SUMS else x, opt_state)
 
 
 def _words(x: jax.Array) -> jax.Array:

@@ -16,6 +16,7 @@ import optax
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from optax_ext._loop import _mapped
 from optax_ext._loop._train_step import make_train_step
 from optax_ext._state._init import init_state
 from optax_ext._state._placement import state_specs
@@ -130,10 +131,7 @@ class Programs:
         axis = self._axis
 
         def mapped(function: Any, takes: Any, gives: Any) -> Any:
-            made = jax.shard_map(
-                function, mesh=mesh, in_specs=takes, out_specs=gives, check_vma=False
-            )
-            return jax.jit(made)
+            return jax.jit(_mapped.mapped(function, mesh, takes, gives, check_vma=False))
 
         lowered = {
             "step": step.lower(params, state, batch, places=None),

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from optax_ext._state import _find
+from optax_ext._state import _find, _index
 from optax_ext._state._placement import is_spec
 from optax_ext.elastic import _handover
 from optax_ext.elastic._checkpoints import Checkpoints
@@ -102,20 +102,19 @@ def description(params: Any, opt_state: Any) -> str:
 
 def steps_in_round(opt_state: Any) -> int:
     """Steps from one exchange to the next, the same in all parts."""
-    states = _find.get_states(opt_state)
-    every = {state.settings.every for state in states} or {1}
-    if _find.moved(opt_state) or len(every) > 1:
+    index = _index.of(opt_state)
+    if index.moves or len(index.every) > 1:
         raise ValueError(
             "tx has rounds of local steps that end at a step of their own, such as "
             "optax_ext.local_steps: what a worker has moved can't be handed over in the middle. "
             "Use every= of optax_ext.sparse_adamw or sparse_sgd, the same in all parts."
         )
-    if any(state.settings.shard_axis or state.devices > 1 for state in states):
+    if not index.is_whole:
         raise ValueError(
             "tx shards its buffer over several axes of workers: optax_ext.elastic is for workers "
             "that hold a whole residual each."
         )
-    return every.pop()
+    return max(index.every, default=1)
 
 
 def exchanges(opt_state: Any, every: int) -> bool:

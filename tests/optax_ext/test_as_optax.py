@@ -9,6 +9,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 import optax_ext
 import sparse_collectives as sc
+from optax_ext._state import _index
 from sparse_collectives import _compat
 from tests.optax_ext.helpers import mesh, same, slow
 
@@ -174,3 +175,23 @@ def test_extra_arguments_reach_what_is_local_and_what_is_behind(name, workers):
     sc.simulate(train, axis="data", axis_size=workers)(jnp.zeros(workers))
     expected = {("behind", "value")} | ({("local", "value")} if takes_local else set())
     assert {(where, *names) for where, names in found} == expected
+
+
+def test_the_layout_of_a_placeholder_is_in_no_cache():
+    """It compares equal to any, as ``optax.tree.map_params`` needs, so it has no hash."""
+    tx = optax_ext.sparse_adamw(0.1, axis="data")
+    state = optax_ext.init_state(tx, jnp.zeros(6), {"data": 2})
+    found = []
+
+    def placed(params):
+        found.append(tx.init(params))
+        return found[-1]
+
+    optax.tree.map_params(placed, lambda x: x, state)
+    (placeholder,) = found
+    assert placeholder.layout == state.layout == placeholder.layout
+    _index._known.clear()
+    assert _index.of(placeholder).sparse[0][1].of_placeholder
+    assert not _index.of(state).sparse[0][1].of_placeholder
+    with pytest.raises(TypeError, match="no hash"):
+        hash(placeholder.layout)

@@ -250,3 +250,29 @@ def test_gradients_at_the_common_parameters_are_warned_of():
 
     with pytest.warns(UserWarning, match="optax_ext.ahead"):
         sc.simulate(step, axis="w", axis_size=2, in_axes=(None, 0))(jnp.zeros(3), jnp.ones((2, 3)))
+
+
+@pytest.mark.parametrize("name", ["diloco", "sparse_loco", "local_steps"])
+def test_a_group_of_the_parameters_takes_local_steps_as_it_does_alone(name):
+    inner, on = optax.sgd(0.1), mesh(WORKERS, "w")
+    tx = {
+        "diloco": optax_ext.published.diloco(inner, axis="w", every=3),
+        "sparse_loco": optax_ext.published.sparse_loco(inner, density=0.5, axis="w", every=3),
+        "local_steps": optax_ext.local_steps(inner, optax_ext.sparse_sgd(1.0, axis="w"), every=3),
+    }[name]
+    frozen = optax.chain(optax_ext.dense(axis="w"), optax.set_to_zero())
+    grouped = optax.partition({"t": tx, "f": frozen}, {"w": "t", "b": "f"})
+    start = {"w": jnp.full((6, 4), 0.1), "b": jnp.ones(4)}
+
+    def loss(params, batch):
+        return jnp.mean((batch @ params["w"] + params.get("b", start["b"])[None]) ** 2)
+
+    results = []
+    for made, params in ((grouped, start), (tx, {"w": start["w"]})):
+        state = optax_ext.init_state(made, params, on)
+        step = optax_ext.make_train_step(loss, made, on, donate=False)
+        for i in range(5):  # Into the second round.
+            batch = np.random.default_rng(i).standard_normal((WORKERS * 2, 6)).astype(np.float32)
+            params, state, losses = step(params, state, batch)
+        results.append((params["w"], losses))
+    same(*results)

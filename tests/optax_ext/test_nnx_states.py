@@ -108,3 +108,23 @@ def test_a_checkpoint_goes_on_with_the_same_bits(tmp_path):
     ]
     np.testing.assert_array_equal(*losses)
     same(*(nnx.as_pure(x.opt_state) for x in (names["optimizer"], optimizer)))
+
+
+def test_groups_by_labels_for_whole_variables_are_groups_by_labels_for_their_arrays():
+    """``nnx.map_state`` puts a label in the place of a variable, and masks stand there also."""
+    dense = optax.chain(optax_ext.dense(axis="data"), optax.sgd(1e-2))
+    groups = {"t": optax_ext.sparse_adamw(1e-2, density=0.5, axis="data"), "f": dense}
+    results = []
+    for labels in (
+        lambda p: nnx.map_state(lambda path, _: "f" if "bias" in path else "t", p),
+        lambda p: jax.tree_util.tree_map_with_path(
+            lambda path, _: "f" if "bias" in str(path) else "t", p
+        ),
+    ):
+        model = nnx.Linear(6, 3, rngs=nnx.Rngs(0))
+        tx = optax_ext.with_mesh(optax.multi_transform(groups, labels), mesh(2))
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        losses = [float(train_step(model, optimizer, BATCH)) for _ in range(3)]
+        assert losses[-1] < losses[0]
+        results.append(nnx.as_pure(nnx.state(model, nnx.Param)))
+    same(*results)

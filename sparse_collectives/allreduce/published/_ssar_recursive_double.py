@@ -144,6 +144,8 @@ def ssar_recursive_double(
             words += _dispatch.words_of_ppermute(sent.message.size, workers, back)
             useful += jnp.where(me < surplus, sent.useful, 0.0)
             total = _choose(me < members, own, send(sent.message, total, back))
+        # All have the same bits, which the equations of a butterfly do not show.
+        total = jax.tree.map(lambda x: _compat.to_invarying(x, axis), total)
 
         undelivered = Undelivered.of(coo, others=kept)
         info = ReduceInfo.of(total, words, useful=useful, overflow=overflow)

@@ -1,4 +1,4 @@
-"""Checks of calls from outside: swapped arguments, or arguments of the wrong kind.
+"""Checks on the host, before anything is traced: arguments of calls, and rows of states.
 
 An optimizer state has a row for every worker, and each row must be that worker's own.
 """
@@ -8,14 +8,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh
 
-from optax_ext._state import _find
-from optax_ext._step import _gradient_checks
+from optax_ext._state import _index, _wrappers
+from optax_ext._step import _trace_checks
 from optax_ext._step._sparse_state import SparseAllreduceState
-from sparse_collectives import _compat
+from sparse_collectives import AxisName, _compat
 
 
 def check_transformation(call: str, tx: Any, mesh: Any, *kinds: type) -> None:
@@ -36,7 +37,7 @@ def check_order(call: str, params: Any, opt_state: Any) -> None:
         raise TypeError(
             f"params is a {type(params).__name__}, which is no pytree of arrays: give list(params)."
         )
-    if _find.reductions(params) and not _find.reductions(opt_state):
+    if not _index.of(opt_state).axes and _wrappers.reductions(params):
         raise ValueError(
             f"params has a state of optax_ext in it, and opt_state has none: they have changed "
             f"places. Write {call}."
@@ -44,8 +45,9 @@ def check_order(call: str, params: Any, opt_state: Any) -> None:
 
 
 def check_workers(opt_state: Any, mesh: Mesh) -> None:
-    """Checks that the state has the rows of all workers of the mesh."""
-    for state in _find.get_states(opt_state):
+    """Checks that the state is for the workers of the mesh, each with its own residual."""
+    axis_on(mesh, opt_state)
+    for state in _wrappers.get_states(opt_state):
         check_all_rows("opt_state", state)
         names = _compat.axis_names(state.settings.axis)
         workers = math.prod(mesh.shape[name] for name in names)
@@ -61,6 +63,8 @@ def check_workers(opt_state: Any, mesh: Mesh) -> None:
                 "of the mesh with opt_state = optax_ext.reshard(opt_state, "
                 "optax_ext.init_state(tx, params, mesh))."
             )
+    # A step leaves out copies silently; here an error can be raised.
+    check_own("opt_state", opt_state)
 
 
 def _described(value: Any) -> str:
@@ -96,13 +100,6 @@ def check_axis(axis: Any, names: tuple[str, ...]) -> None:
         )
 
 
-# The advice for a state that is already damaged.
-_GO_ON = (
-    "To continue with the remaining residuals (the others are lost): optax_ext.reshard(opt_state, "
-    "optax_ext.init_state(tx, params, mesh))"
-)
-
-
 def copies(node: SparseAllreduceState) -> np.ndarray:
     """The workers whose residual is a copy of another worker's, ``i32[c]``, in this process.
 
@@ -130,28 +127,22 @@ def copies(node: SparseAllreduceState) -> np.ndarray:
 
 
 def check_own(name: str, opt_state: Any) -> None:
-    """Checks that no worker has the residual of another one.
-
-    Raises:
-      ValueError: some workers do; the message says what to do.
-    """
-    for node in _find.get_states(opt_state):
+    """Checks that no worker has the residual of another one."""
+    for node in _wrappers.get_states(opt_state):
         if len(found := copies(node)):
             raise ValueError(
                 f"{name} has the residual of another worker on {len(found)} of "
                 f"{node.settings.workers} workers ({_listed(found)}): the state of one was copied "
                 "to all, as flax.jax_utils.unreplicate and replicate do, or a mapped function "
                 "returned it by out_specs without the axis. Save and restore the whole state with "
-                f"its leading axis, and write optax_ext.state_specs(opt_state). {_GO_ON}."
+                "its leading axis, and write optax_ext.state_specs(opt_state). To continue with "
+                "the remaining residuals (the others are lost): optax_ext.reshard(opt_state, "
+                "optax_ext.init_state(tx, params, mesh))."
             )
 
 
 def check_whole(name: str, node: SparseAllreduceState) -> None:
-    """Checks that a state comes from ``jax.pmap`` or a mesh, and not from a single worker.
-
-    Raises:
-      ValueError: it has the rows of fewer workers than it was made for.
-    """
+    """Checks that a state has the rows of all workers that it was made for."""
     workers = node.settings.workers
     if np.ndim(node.residual) != 2 or _compat.ranks(node.settings.axis) or node.workers >= workers:
         return
@@ -192,15 +183,121 @@ def check_all_rows(name: str, node: SparseAllreduceState) -> None:
 
 
 def check_before_accumulation(updates: Any, inner: Any, params: Any) -> None:
-    """Checks that gradients are local, and taken at ``ahead`` if the optimizer needs it.
-
-    Args:
-      updates: the gradients.
-      inner: the state of the wrapped transformation.
-      params: the parameters, or None.
-    """
-    axis = _find.axis_of(inner)
+    """Checks that gradients before ``inner`` are local, and at ``ahead`` if it looks ahead."""
+    axis = _index.of(inner).axis
     if not _compat.ranks(axis) and _compat.axis_is_bound(axis):
-        _gradient_checks.check_not_averaged(updates, axis)
-    for state in _find.get_states(inner):
-        _gradient_checks.warn_without_ahead(updates, state, params)
+        _trace_checks.check_not_averaged(updates, axis)
+    for state in _wrappers.get_states(inner):
+        _trace_checks.warn_without_ahead(updates, state, params)
+
+
+def axis_on(mesh: Mesh, opt_state: Any) -> Any:
+    """The axis that the state was made for, after a check that the mesh has it."""
+    axis = _index.of(opt_state).axis
+    check_axis(axis, mesh.axis_names)
+    return axis
+
+
+def is_traced(tree: Any) -> bool:
+    """Whether any leaf belongs to a program that is being traced."""
+    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree))
+
+
+def is_deleted(leaf: Any) -> bool:
+    """Whether a step has taken over an array."""
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted()
+
+
+def is_local(x: Any) -> bool:
+    """Whether x is an array of this process alone."""
+    if isinstance(x, Tracer):
+        return False
+    return not isinstance(x, jax.Array) or x.is_fully_addressable
+
+
+def check_not_donated(**trees: Any) -> None:
+    """Checks that no earlier step has taken over the arrays, which some versions of JAX allow."""
+    # This runs at each step, so paths are only looked for if something is wrong.
+    if not any(map(is_deleted, jax.tree.leaves(trees))):
+        return
+    for path, leaf in jax.tree_util.tree_leaves_with_path(trees):
+        if is_deleted(leaf):
+            # The first key is the name of the argument.
+            name = path[0].key + jax.tree_util.keystr(path[1:])
+            raise ValueError(
+                f"{name} has been deleted: an earlier step took it over and updated it in place. "
+                "Go on with what that step returned, begin each run with a copy "
+                "(jax.tree.map(jax.numpy.copy, params)), or write make_train_step(..., "
+                "donate=False)."
+            )
+
+
+def check_not_traced(arguments: Any, in_rounds: bool) -> None:
+    """Checks that a step that donates its arguments is not called inside another program."""
+    if is_traced(arguments):
+        name, without = ("round", " without exchange_mesh") if in_rounds else ("step", "")
+        raise TypeError(
+            f"the {name} was called inside jax.jit or another transformation of JAX, and it is "
+            "compiled already: call it without jax.jit, or for a loop inside jax.jit or "
+            f"jax.lax.scan make it with optax_ext.make_train_{name}(..., donate=False){without}."
+        )
+
+
+def check_begins(opt_state: Any) -> None:
+    """Checks that a round can begin from this state."""
+    for state in _wrappers.get_states(opt_state):
+        every, count = state.settings.every, state.count
+        if not isinstance(count, Tracer) and int(count) % every:
+            raise ValueError(
+                f"opt_state has taken {int(count)} steps, and is in the middle of a round of "
+                f"{every}. Take the rest of its steps with optax_ext.make_train_step."
+            )
+
+
+def check_global(batch: Any, mesh: Mesh, opt_state: Any, in_rounds: bool) -> None:
+    """Checks that a batch on a mesh of several processes is a global array."""
+    if not mesh.is_multi_process:
+        return
+    axis = _index.of(opt_state).axis
+    spec = f"None, {axis!r}" if in_rounds else repr(axis)
+    for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
+        # jit would take it for the examples of all workers, different ones in each process.
+        if is_local(leaf):
+            raise ValueError(
+                f"batch{jax.tree_util.keystr(path)} is an array of this process, but the mesh has "
+                "devices of several. Make a global one of the examples that each process has "
+                "read: jax.make_array_from_process_local_data(jax.sharding.NamedSharding(mesh, "
+                f"jax.sharding.PartitionSpec({spec})), examples)."
+            )
+
+
+def check_batch(batch: Any, mesh: Mesh, axis: AxisName) -> None:
+    """Checks that the leading dimension of each leaf can be split over the workers."""
+    workers = math.prod(mesh.shape[name] for name in _compat.axis_names(axis))
+    for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
+        name, shape = f"batch{jax.tree_util.keystr(path)}", jnp.shape(leaf)
+        if _is_key(leaf, workers):
+            raise ValueError(
+                f"{name} is one PRNG key, and each of the {workers} workers of axis {axis!r} has "
+                f"its own: give jax.random.split(key, {workers}), a new key at each step, and take "
+                f"{name}[0] in the loss."
+            )
+        if not shape:
+            raise ValueError(
+                f"{name} is a scalar, and a batch is split over the {workers} workers of axis "
+                f"{axis!r} along its leading dimension. Give one for each worker, "
+                f"jax.numpy.full({workers}, x), and take {name}[0] in the loss."
+            )
+        if shape[0] % workers:
+            raise ValueError(
+                f"{name} has shape {shape}: its leading dimension must be a multiple of the "
+                f"{workers} workers of axis {axis!r}. Drop or pad the last examples."
+            )
+
+
+def _is_key(leaf: Any, workers: int) -> bool:
+    """Whether it is one key of ``jax.random``, and not an array of integers for the workers."""
+    dtype, shape = jnp.result_type(leaf), jnp.shape(leaf)
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return not shape
+    return dtype == jnp.uint32 and shape == (2,) and bool(2 % workers)
