@@ -95,29 +95,28 @@ class Parts:
 
     def _exchanged(self, axis: Any, shapes: Any, opt_state: Any) -> list[_phases.Arrived]:
         nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        with _phases.of(_phases.EXCHANGE) as arrived:
-            self._chain.update(
-                _compat.to_varying(nothing, axis), opt_state, nothing, value=jnp.zeros(())
-            )
-        return arrived
+        opt_state = _phases.of(_phases.EXCHANGE, opt_state)
+        _, opt_state = self._chain.update(
+            _compat.to_varying(nothing, axis), opt_state, nothing, value=jnp.zeros(())
+        )
+        return _phases.arrived(opt_state)
 
     def _local(self, axis: Any, params: Any, opt_state: Any, batches: Any) -> Any:
         def step(carry, batch):
             params, opt_state = carry
-            with _phases.of(_phases.LOCAL):
-                *new, loss = self._step(axis, params, opt_state, batch)
+            *new, loss = self._step(axis, params, opt_state, batch)
             return jax.tree.map(_compat.varying_like, tuple(new), carry), loss[None]
 
         # The scan needs carried values to keep their types.
-        opt_state = _sparse_state.strongly_typed(opt_state)
+        opt_state = _phases.of(_phases.LOCAL, _sparse_state.strongly_typed(opt_state))
         batches = jax.tree.map(lambda x: x[:-1], batches)
         (params, opt_state), losses = lax.scan(step, (params, opt_state), batches)
-        return params, opt_state, losses
+        return params, _phases.of(None, opt_state), losses
 
     def _last(self, axis: Any, params, opt_state, batches, losses, arrived) -> Any:
-        with _phases.of(_phases.LAST, arrived):
-            batch = jax.tree.map(lambda x: x[-1], batches)
-            params, opt_state, loss = self._step(axis, params, opt_state, batch)
+        batch = jax.tree.map(lambda x: x[-1], batches)
+        opt_state = _phases.with_arrived(opt_state, arrived)
+        params, opt_state, loss = self._step(axis, params, opt_state, batch)
         return params, opt_state, jnp.concatenate([losses, loss[None, None]])
 
     def _step(self, axis: Any, params: Any, opt_state: Any, batch: Any) -> Any:

@@ -79,21 +79,23 @@ class SparseExchange:
 
     def reduce(self, step: Accumulated) -> Reduced:
         """One step."""
-        phase = _phases.current()
+        phase = step.state.settings.phase
         if not step.layout.size:
             reduced = _applied.nothing_exchanged(step, self.options.axis)
-        elif phase is None or phase.kind == _phases.LAST:
-            reduced = self._keep(step, *self._exchange(step, phase))
-        else:
-            if phase.kind == _phases.EXCHANGE:
-                phase.arrived.append(self._arriving(step))
+        elif phase == _phases.LOCAL:
             reduced = self._between(step)
+        elif phase == _phases.EXCHANGE:
+            mean, state = self._between(step)
+            reduced = mean, state._replace(allreduce=self._arriving(step))
+        else:
+            reduced = self._keep(step, *self._exchange(step))
         return _applied.with_dense_leaves(reduced, step, None, self.options)
 
-    def _exchange(self, step: Accumulated, phase: _phases.Phase | None) -> Exchanged:
+    def _exchange(self, step: Accumulated) -> Exchanged:
         """The exchange of this step, if it has one."""
-        if phase is not None:
-            return _late(step, phase.arrived.pop(0))
+        arrived = step.state.allreduce
+        if isinstance(arrived, _phases.Arrived):
+            return _late(step, arrived)
         if step.due is None:
             return self._at_exchange(step)
         # The scope gives the traffic meter the number of steps from one exchange to the next.

@@ -71,6 +71,7 @@ class Settings:
       workers: P that the state was made for; 0 in a transformation, which is for any P.
       whole: whether it is a whole optimizer, which returns updates of the parameters.
       every: H, the steps from one exchange to the next.
+      phase: the part of a round that is traced; see :mod:`._phases`. None: a whole step.
     """
 
     selector: str | None
@@ -86,6 +87,7 @@ class Settings:
     workers: int = dataclasses.field(default=0, compare=False)
     whole: bool = False
     every: int = 1
+    phase: str | None = None
 
 
 class SparseAllreduceState(NamedTuple):
@@ -129,7 +131,7 @@ class SparseAllreduceState(NamedTuple):
         ``()`` without one.
       selector: the selector's state, for each worker; ``()`` without one.
       allreduce: the allreduce's state, for each shard; the :class:`Factors` of a low-rank
-        exchange.
+        exchange; while the last step of a round is traced, the :class:`._phases.Arrived`.
       info: :class:`StepInfo` of the last step.
       layout: the tree, shapes and dtypes that the state was made for; static, without
         arrays.

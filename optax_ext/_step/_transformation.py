@@ -81,11 +81,10 @@ class Transformation:
 
     def update(self, updates: Any, state: SparseAllreduceState, params: Any = None, **extra: Any):
         """One step; ``(updates, state)``. ``extra`` goes to the local transformation."""
-        phase = _phases.current()
-        if phase is not None and phase.kind == _phases.EXCHANGE:
+        if state.settings.phase == _phases.EXCHANGE:
             # This phase has no gradients.
-            self._feedback.exchange_alone(state, _layout.device_layout(state.layout))
-            return updates, state
+            part = _layout.device_layout(state.layout)
+            return updates, self._feedback.exchange_alone(state, part)._replace(layout=state.layout)
         if not is_on():
             self._check_state(updates, state, params)
         # The tree is the tree of the gradients: flax boxes parameters, but not gradients.
@@ -99,7 +98,7 @@ class Transformation:
             before = before._replace(local=())
         leaves, specs = _layout.specs_of(layout).leaves, _specs(layout)
         updates, new = _layout.on_each_device(
-            lambda *args: self._on_device(layout, *args),
+            lambda *args: self._on_device(layout, state.settings, *args),
             layout.sharding,
             self._feedback.options.axis,
             in_specs=(leaves, specs, PartitionSpec()),
@@ -121,11 +120,11 @@ class Transformation:
         return (new.missed == old.missed)[0] if leaves_out else jnp.ones((), jnp.bool_)
 
     def _on_device(
-        self, layout: _layout.TreeLayout, updates: Any, state: Any, left_out: jax.Array
+        self, layout: _layout.TreeLayout, settings: Any, updates: Any, state: Any, left_out: jax.Array
     ) -> Any:
         """The step of a device, for the shards that it holds."""
         feedback, part = self._feedback, _layout.device_layout(layout)
-        state = state._replace(layout=part, settings=feedback.settings)
+        state = state._replace(layout=part, settings=settings)
         mine = _layout.take(updates, layout)
         if is_on():
             loaded = feedback.load(mine, state, part)
