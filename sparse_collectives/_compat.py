@@ -204,20 +204,43 @@ def to_invarying(x: jax.Array, axis: AxisName) -> jax.Array:
 
 @functools.cache
 def _to_invarying_primitive() -> Any:
-    from jax.extend import core  # Slow to import, and only needed for several processes.
-    from jax.interpreters import batching, mlir
-
-    primitive = core.Primitive("to_invarying")
-
     def typed(x: Any, *, axes: frozenset[Any]) -> Any:
         kept = getattr(x, "manual_axis_type", None)
         if kept is None:
             return x.update(vma=x.vma - axes)
         return x.update(manual_axis_type=kept.update(varying=kept.varying - axes))
 
-    primitive.def_impl(lambda x, *, axes: x)
+    return _identity("to_invarying", typed)
+
+
+def annotated(x: jax.Array, fact: Hashable) -> jax.Array:
+    """``x``, of which :func:`fact_of` tells the fact, in the function that is being traced."""
+    return _annotated_primitive().bind(x, fact=fact)
+
+
+def fact_of(x: Any) -> Any:
+    """The fact that :func:`annotated` gave ``x``, or what ``x`` is cast from; None without one."""
+    while (made := made_by(x)) is not None and len(made.invars) == 1:
+        if made.primitive is _annotated_primitive():
+            return made.params["fact"]
+        (x,) = made.invars
+    return None
+
+
+@functools.cache
+def _annotated_primitive() -> Any:
+    return _identity("annotated", lambda x, *, fact: x)
+
+
+def _identity(name: str, typed: Any) -> Any:
+    """A primitive that returns its operand, and whose result has the type ``typed(x)``."""
+    from jax.extend import core  # Slow to import, and only needed to trace.
+    from jax.interpreters import batching, mlir
+
+    primitive = core.Primitive(name)
+    primitive.def_impl(lambda x, **_: x)
     primitive.def_abstract_eval(typed)
-    mlir.register_lowering(primitive, lambda context, x, *, axes: [x])
+    mlir.register_lowering(primitive, lambda context, x, **_: [x])
     batching.defvectorized(primitive)
     return primitive
 
