@@ -25,6 +25,7 @@ from sparse_collectives.__main__ import main as plan
 from sparse_collectives.planner import _steps
 from sparse_collectives.transport import _direct
 from tests.optax_ext.helpers import DOCS, mesh, programs_of
+from tests.programs import direct_messages
 from tools.tables import _learning, _links, _minutes
 from tools.tables.__main__ import main as tables
 from tools.tables._data import table_of
@@ -80,9 +81,9 @@ def test_the_programs_of_the_way_from_optax_run():
 
 def test_the_programs_between_sites_run(capsys, tmp_path):
     waiting, direct, beside, stored = programs_of("between_sites")
-    with _direct.traced_with(False):
+    with direct_messages(False):
         exec(direct, {})
-        assert _direct.is_in_use()
+        assert _direct._in_use
     names = {}
     exec(waiting, names)
     assert names["losses"].shape == (8,)

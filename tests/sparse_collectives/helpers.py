@@ -1,5 +1,6 @@
 """Helpers of the allreduces' tests."""
 
+import contextlib
 import functools
 import math
 
@@ -32,6 +33,23 @@ def slow_rows(*rows):
 def slow_but(quick, values):
     """These values as parameters; all are slow except the quick ones."""
     return [value if value in quick else slow(value)[0] for value in values]
+
+
+@contextlib.contextmanager
+def traced_for(form):
+    """Traces the form of a computation for "cpu" or "cuda", which a CPU then runs in either case.
+
+    jax chooses when a program is lowered, which for "cuda" would be no program for a CPU.
+    """
+    jax.clear_caches()  # They have no key for this.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            jax.lax,
+            "platform_dependent",
+            lambda *args, default, **of: of.get(form, default)(*args),
+        )
+        yield
+    jax.clear_caches()
 
 
 @functools.cache
