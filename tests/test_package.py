@@ -149,7 +149,7 @@ def test_an_import_in_a_function_would_be_seen():
 
 # A setting of the process, as in jax.config: a change of it empties these caches.
 SETTINGS = {"_in_use"}
-METHODS = set("add append clear discard extend insert pop popitem remove setdefault update".split())
+METHODS = {"add", "append", "clear", "extend", "insert", "pop", "remove", "setdefault", "update"}
 
 
 def hidden(source):
