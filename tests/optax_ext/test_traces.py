@@ -136,8 +136,8 @@ def test_an_inner_transformation_sees_no_phase():
 
     local = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
     exchange = sc.select.topk(density=0.1), sc.allreduce.topk_a()
-    tx = optax_ext.sparse_allreduce(*exchange, axis="data", every=EVERY, local=local)
-    tx = optax.inject_hyperparams(lambda rate: optax.chain(tx, optax.scale(rate)))(rate=1.0)
+    reduce = optax_ext.sparse_allreduce(*exchange, axis="data", every=EVERY, local=local)
+    tx = optax.inject_hyperparams(lambda rate: optax.chain(reduce, optax.scale(rate)))(rate=1.0)
     params, _ = trained(by_rounds, tx)
     assert {frozenset(x) for x in seen} == {frozenset({"value"})}
     assert float(jnp.max(jnp.abs(params["kernel"] - 1))) > 0.01
