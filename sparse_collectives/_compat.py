@@ -7,17 +7,15 @@ the casts between them. Over an MPI communicator there is no mapped function, an
 each process is one worker. These helpers do what the context needs.
 """
 
-import contextlib
-import contextvars
 import dataclasses
 import functools
 import math
 import sys
-from collections.abc import Generator, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from sparse_collectives._types import AxisName
@@ -112,34 +110,46 @@ def ambient_mesh() -> Any:
         return abstract
 
 
-_indices: contextvars.ContextVar[Mapping[Hashable, jax.Array] | None] = contextvars.ContextVar(
-    "axis_indices", default=None
-)
-
-
-@contextlib.contextmanager
-def axis_indices(indices: Mapping[Hashable, jax.Array]) -> Generator[None]:
-    """Makes :func:`axis_index` return these indices instead of asking the mapped function.
-
-    This is for a ``shard_map`` inside another one, in which jax 0.10 can't lower an axis_index.
-    """
-    token = _indices.set(indices)
-    try:
-        yield
-    finally:
-        _indices.reset(token)
-
-
 def axis_index(axis: AxisName) -> jax.Array:
     """This worker's number on a bound mesh axis, ``i32[]``; row-major over several axes."""
-    given = _indices.get() or {}
-    names = axis_names(axis)
-    if not set(names) <= given.keys():
+    names, mesh = axis_names(axis), jax.sharding.get_abstract_mesh()
+    if not names or is_simulated(axis) or set(mesh.manual_axes) != set(mesh.axis_names):
         return lax.axis_index(axis)
-    index = jnp.zeros((), jnp.int32)
-    for name in names:
-        index = index * lax.axis_size(name) + given[name]
+    first, *others = names
+    index = _axis_index_primitive().bind(name=first)
+    for name in others:
+        index = index * lax.axis_size(name) + _axis_index_primitive().bind(name=name)
     return index
+
+
+@functools.cache
+def _axis_index_primitive() -> Any:
+    """``lax.axis_index``, also in a ``shard_map`` inside another one, where jax can't lower it.
+
+    All axes are manual there, so the number of the device gives the number on each axis.
+    """
+    from jax.extend import core  # Slow to import, and only needed to trace.
+    from jax.extend.mlir import ir
+    from jax.extend.mlir.dialects import stablehlo
+    from jax.interpreters import mlir
+
+    primitive = core.Primitive("axis_index")
+
+    def typed(*, name: Any) -> Any:
+        return jax.make_jaxpr(lambda: lax.axis_index(name))().out_avals[0]
+
+    def lowered(context: Any, *, name: Any) -> Any:
+        sizes = dict(context.module_context.axis_context.mesh.shape)
+        later = list(sizes)[list(sizes).index(name) + 1 :]
+        width = math.prod(sizes[other] for other in later)
+        widths, size = (mlir.ir_constant(np.uint32(x)) for x in (width, sizes[name]))
+        number = stablehlo.divide(stablehlo.partition_id(), widths)
+        integer = ir.RankedTensorType.get([], ir.IntegerType.get_signless(32))
+        return [stablehlo.convert(integer, stablehlo.remainder(number, size))]
+
+    primitive.def_abstract_eval(typed)
+    mlir.register_lowering(primitive, lowered)
+    return primitive
 
 
 def other_mesh_axes(axis: AxisName) -> tuple[Hashable, ...]:
@@ -194,20 +204,43 @@ def to_invarying(x: jax.Array, axis: AxisName) -> jax.Array:
 
 @functools.cache
 def _to_invarying_primitive() -> Any:
-    from jax.extend import core  # Slow to import, and only needed for several processes.
-    from jax.interpreters import batching, mlir
-
-    primitive = core.Primitive("to_invarying")
-
     def typed(x: Any, *, axes: frozenset[Any]) -> Any:
         kept = getattr(x, "manual_axis_type", None)
         if kept is None:
             return x.update(vma=x.vma - axes)
         return x.update(manual_axis_type=kept.update(varying=kept.varying - axes))
 
-    primitive.def_impl(lambda x, *, axes: x)
+    return _identity("to_invarying", typed)
+
+
+def annotated(x: jax.Array, fact: Hashable) -> jax.Array:
+    """``x``, of which :func:`fact_of` tells the fact, in the function that is being traced."""
+    return _annotated_primitive().bind(x, fact=fact)
+
+
+def fact_of(x: Any) -> Any:
+    """The fact that :func:`annotated` gave ``x``, or what ``x`` is cast from; None without one."""
+    while (made := made_by(x)) is not None and len(made.invars) == 1:
+        if made.primitive is _annotated_primitive():
+            return made.params["fact"]
+        (x,) = made.invars
+    return None
+
+
+@functools.cache
+def _annotated_primitive() -> Any:
+    return _identity("annotated", lambda x, *, fact: x)
+
+
+def _identity(name: str, typed: Any) -> Any:
+    """A primitive that returns its operand, and whose result has the type ``typed(x)``."""
+    from jax.extend import core  # Slow to import, and only needed to trace.
+    from jax.interpreters import batching, mlir
+
+    primitive = core.Primitive(name)
+    primitive.def_impl(lambda x, **_: x)
     primitive.def_abstract_eval(typed)
-    mlir.register_lowering(primitive, lambda context, x, *, axes: [x])
+    mlir.register_lowering(primitive, lambda context, x, **_: [x])
     batching.defvectorized(primitive)
     return primitive
 

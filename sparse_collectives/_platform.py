@@ -5,24 +5,18 @@ each kernel launch, and more for each iteration of a loop. Fewer kernels are fas
 they compute more.
 """
 
-import contextlib
-import contextvars
 import functools
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import _validation
-
-GPU, PORTABLE = "gpu", "portable"
 # With more comparisons a binary search is faster on a GPU as well.
 _COMPARISONS = 1 << 25
 # Recomputing fewer entries costs less than a branch.
 _FEW = 1 << 14
-_forced: contextvars.ContextVar[str | None] = contextvars.ContextVar("form", default=None)
 
 
 def by_platform(portable: Callable[..., Any], gpu: Callable[..., Any], *args: Any) -> Any:
@@ -30,9 +24,6 @@ def by_platform(portable: Callable[..., Any], gpu: Callable[..., Any], *args: An
 
     The platform is fixed when a program is lowered, so a program holds only one of the two.
     """
-    forced = _forced.get()
-    if forced is not None:
-        return (gpu if forced == GPU else portable)(*args)
     return lax.platform_dependent(*args, cuda=gpu, rocm=gpu, default=portable)
 
 
@@ -54,25 +45,13 @@ def once(
     """
     if args and sum(x.size for x in jax.tree.leaves(args)) < _FEW:
         return function(*args)
+    # Traced once for both platforms.
+    function = jax.jit(function, inline=True)
 
     def branch(worth: jax.Array, *args: Any) -> Any:
         return lax.cond(worth, function, otherwise, *args)
 
     return by_platform(branch, lambda worth, *args: function(*args), worth, *args)
-
-
-@contextlib.contextmanager
-def traced_for(name: str) -> Generator[None]:
-    """Gives code that is traced within the form ``name``, "gpu" or "portable".
-
-    It is for programs that are compiled ahead of time on a machine without a GPU, and for tests.
-    """
-    _validation.check_choice("name", name, (GPU, PORTABLE))
-    token = _forced.set(name)
-    try:
-        yield
-    finally:
-        _forced.reset(token)
 
 
 def places(ascending: jax.Array, queries: jax.Array, *, side: str = "left") -> jax.Array:

@@ -1,11 +1,24 @@
 """Programs of users, run in this process and in others."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 
 from benchmarks._common.processes import ROOT, environment
+from sparse_collectives.transport import _direct
+
+
+@contextlib.contextmanager
+def direct_messages(use):
+    """Small sums and gathers are direct, or not, whatever a program sets in between."""
+    before = _direct._in_use
+    _direct.use_direct_messages(use)
+    try:
+        yield
+    finally:
+        _direct.use_direct_messages(before)
 
 
 def status_of(main, argv):

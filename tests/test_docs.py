@@ -25,7 +25,7 @@ from sparse_collectives.cost_model._numbers import NUMBERS
 from sparse_collectives.planner import _option_files
 from sparse_collectives.transport import _direct
 from tests.optax_ext.helpers import DOCS, mesh, programs_of
-from tests.sparse_collectives.helpers import direct_messages
+from tests.programs import direct_messages
 from tools.tables import _learning, _links, _minutes
 from tools.tables.__main__ import main as tables
 from tools.tables._data import table_of

@@ -142,3 +142,57 @@ def test_an_import_in_a_function_would_be_seen():
     assert list(imported(source, "optax_ext")) == ["_loop"]
     level = levels("optax_ext")
     assert level["_loop"] > level["_step"]
+
+
+# What a trace reads is in its arguments: jax's caches have no key for anything else.
+
+# A setting of the process, as in jax.config: a change of it empties these caches.
+SETTINGS = {"_in_use"}
+METHODS = {"add", "append", "clear", "extend", "insert", "pop", "remove", "setdefault", "update"}
+
+
+def hidden(source):
+    """Names through which a call can reach a later one: context variables, and what is rebound."""
+    tree = ast.parse(source)
+    found, held = set(), set()
+    for node in tree.body:
+        value = getattr(node, "value", None)
+        if isinstance(node, ast.Assign | ast.AnnAssign) and value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            held |= {x.id for x in targets if isinstance(x, ast.Name)}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Global(names=names):
+                found.update(names)
+            case ast.Attribute(attr="ContextVar" | "local" as name, value=ast.Name(id=module)):
+                found |= {name} if module in ("contextvars", "threading") else set()
+            case ast.ImportFrom(module="contextvars" | "threading", names=names):
+                found |= {x.name for x in names} & {"ContextVar", "local"}
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=method)):
+                found |= {name} if name in held and method in METHODS else set()
+            case ast.Assign(targets=[ast.Subscript(value=ast.Name(id=name))]):
+                found |= {name} & held
+    return found
+
+
+def test_nothing_is_read_while_a_function_is_traced_but_its_arguments():
+    files = [
+        x for package in ("sparse_collectives", "optax_ext") for x in (ROOT / package).rglob("*.py")
+    ]
+    found = {file.name: names for file in files if (names := hidden(file.read_text()))}
+    assert found == {"_direct.py": SETTINGS}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import contextvars\nphase = contextvars.ContextVar('phase')",
+        "from contextvars import ContextVar",
+        "import threading\nhere = threading.local()",
+        "seen = []\ndef f(x):\n    seen.append(x)",
+        "made = {}\ndef f(x):\n    made[x] = 1",
+        "on = False\ndef f():\n    global on\n    on = True",
+    ],
+)
+def test_what_is_hidden_would_be_seen(source):
+    assert hidden(source)

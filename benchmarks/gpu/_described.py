@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_ext
-from sparse_collectives import Selector, _platform
+from sparse_collectives import Selector
 
 from .._common.contestants import Contestant
 from .._common.options import InputError
@@ -65,6 +65,4 @@ def compile_step(step: Contestant, size: int, density: float, mesh: Mesh) -> Any
     tx = step.make(density, AXIS)
     state = jax.eval_shape(lambda p: optax_ext.init_state(tx, p, {AXIS: workers}), params)
     mapped = map_update(tx, state, mesh)
-    with _platform.traced_for("gpu"):
-        lowered = jax.jit(mapped, donate_argnums=1).lower(shapes(workers), state, params)
-    return lowered.compile()
+    return jax.jit(mapped, donate_argnums=1).lower(shapes(workers), state, params).compile()

@@ -19,7 +19,6 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import optax_ext
-from sparse_collectives import _platform
 
 from .._common import options, reports
 from .._common.contestants import find
@@ -57,8 +56,7 @@ def compiled(reduction: optax.GradientTransformation, mesh: Mesh) -> str:
 
     mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(), specs, P(AXIS)), out_specs=(P(), specs))
     given = jax.ShapeDtypeStruct((DEVICES * EXAMPLES, WIDTH), jnp.float32)
-    with _platform.traced_for("gpu"):
-        lowered = jax.jit(mapped, donate_argnums=(0, 1)).lower(params, state, given)
+    lowered = jax.jit(mapped, donate_argnums=(0, 1)).lower(params, state, given)
     return str(lowered.compile(compiler_options=_SCHEDULER).as_text())
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from optax_ext._state import _index, _placement
 from optax_ext._state._residual_tree import ahead
-from optax_ext._step import _phases, _sparse_state, _trace_checks
+from optax_ext._step import _sparse_state, _trace_checks
 from sparse_collectives import AxisName, _compat, transport
 
 WHOLE = PartitionSpec()
@@ -117,12 +116,12 @@ class Step(NamedTuple):
         made: Any,
         *more: Any,
         specs: tuple[Any, ...] = (),
-        phase: Callable[..., AbstractContextManager[Any]] = _phases.none,
+        before: Callable[..., Any] | None = None,
     ) -> tuple[Any, Any, Any]:
         """``(params, opt_state, loss)`` from ``made``, the result of :meth:`gradients`.
 
-        The loss is the mean over the workers, or of each if they take steps on their own. In a
-        round, ``phase(*more)`` is the phase of the step; ``more`` has the specs ``specs``.
+        The loss is the mean over the workers, or of each if they take steps on their own. If it is
+        given, ``before(opt_state, *more)`` is the state for the step; ``more`` has the ``specs``.
         """
 
         def of_worker(params: Any, opt_state: Any, made: Any, *more: Any) -> Any:
@@ -130,8 +129,8 @@ class Step(NamedTuple):
             if not workers.of_each:
                 loss = jax.tree.map(lambda x: transport.pmean(x, workers.axis), loss)
             value = loss[0] if self.has_aux else loss
-            with phase(*more):
-                updates, opt_state = self.chain.update(gradients, opt_state, params, value=value)
+            opt_state = opt_state if before is None else before(opt_state, *more)
+            updates, opt_state = self.chain.update(gradients, opt_state, params, value=value)
             _trace_checks.check_replicated_updates(updates, workers.axis)
             _trace_checks.check_state_types(opt_state, workers.specs, workers.axis)
             params = optax.apply_updates(params, updates)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
@@ -35,19 +34,19 @@ class Parts(NamedTuple):
     def local(self, params: Any, opt_state: Any, batches: Any) -> tuple[Any, Any, Any]:
         """All steps but the last, without communication between workers."""
         _check(self.step.mesh, opt_state, batches)
+        # The scan needs carried values to keep their types.
+        opt_state = _phases.of(_phases.LOCAL, _sparse_state.strongly_typed(opt_state))
         workers = _mapped.Workers.of(opt_state)
 
         def one(carry: Any, batch: Any) -> Any:
             params, opt_state = carry
             made = self.step.gradients(workers, params, opt_state, batch)
-            *carry, loss = self.step.update(workers, params, opt_state, made, phase=_local)
+            *carry, loss = self.step.update(workers, params, opt_state, made)
             return tuple(carry), loss
 
-        # The scan needs carried values to keep their types.
-        opt_state = _sparse_state.strongly_typed(opt_state)
         batches = jax.tree.map(lambda x: x[:-1], batches)
         (params, opt_state), losses = lax.scan(one, (params, opt_state), batches)
-        return params, opt_state, losses
+        return params, _phases.of(None, opt_state), losses
 
     def exchange(self, mesh: Mesh, shapes: Any, opt_state: Any) -> Any:
         """The exchange of the residuals: an ``Arrived`` for each sparse allreduce."""
@@ -55,14 +54,11 @@ class Parts(NamedTuple):
 
         def of_worker(opt_state: Any) -> Any:
             nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-            with _phases.of(_phases.EXCHANGE) as arrived:
-                self.step.chain.update(
-                    _compat.to_varying(nothing, workers.axis),
-                    opt_state,
-                    nothing,
-                    value=jnp.zeros(()),
-                )
-            return [_in_each(x, lambda x: x[None]) for x in arrived]
+            opt_state = _phases.of(_phases.EXCHANGE, opt_state)
+            _, opt_state = self.step.chain.update(
+                _compat.to_varying(nothing, workers.axis), opt_state, nothing, value=jnp.zeros(())
+            )
+            return [_in_each(x, lambda x: x[None]) for x in _phases.arrived(opt_state)]
 
         outs = _arrived_specs(workers)
         check_vma = self.step.check_vma
@@ -82,18 +78,14 @@ class Parts(NamedTuple):
             made,
             arrived,
             specs=(_arrived_specs(workers),),
-            phase=_last,
+            before=_with_arrived,
         )
         losses = jax.tree.map(lambda x, y: jnp.concatenate([x, y[None]]), losses, loss)
         return (params, opt_state, *losses) if self.step.has_aux else (params, opt_state, losses)
 
 
-def _local() -> AbstractContextManager[Any]:
-    return _phases.of(_phases.LOCAL)
-
-
-def _last(arrived: list[_phases.Arrived]) -> AbstractContextManager[Any]:
-    return _phases.of(_phases.LAST, [_in_each(x, lambda x: x[0]) for x in arrived])
+def _with_arrived(opt_state: Any, arrived: list[_phases.Arrived]) -> Any:
+    return _phases.with_arrived(opt_state, [_in_each(x, lambda x: x[0]) for x in arrived])
 
 
 def _check(mesh: Mesh, opt_state: Any, batches: Any) -> None:

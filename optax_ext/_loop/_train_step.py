@@ -197,7 +197,7 @@ class TrainStep:
         if places is None or not places.holds(params):
             _host_checks.check_order("step(params, opt_state, batch)", params, opt_state)
             _host_checks.check_workers(opt_state, self._mesh)
-            _whole.check(self._tx, params, opt_state, self._mesh.axis_names)
+            _whole.check(opt_state)
             places = _places.of(params, opt_state, self._mesh, self._batch_spec)
             self._places[structure] = places
         if not places.holds_state(opt_state):

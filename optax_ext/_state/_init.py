@@ -73,8 +73,7 @@ def _made(tx: Any, params: Any, mesh: Any, specs: Any) -> tuple[Any, Any]:
     given = _placement.given_of(params, mesh, specs)
 
     def init(params: Any) -> Any:
-        with _given.sharded(given):
-            return _sparse_state.strongly_typed(tx.init(params))
+        return _sparse_state.strongly_typed(tx.init(_given.sharded(params, given)))
 
     everywhere = init
     for name in reversed(names):
@@ -87,8 +86,11 @@ def _made(tx: Any, params: Any, mesh: Any, specs: Any) -> tuple[Any, Any]:
     local = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[len(names) :], x.dtype), shapes)
     reduces = bool(_find.reductions(local))
     if reduces:
-        _host_checks.check_axis(_find.axis_of(local), names)
-        _whole.check(tx, params, local, names)
+        axis = _find.axis_of(local)
+        _host_checks.check_axis(axis, names)
+        for state in _find.get_states(local):
+            _given.check_found(state.layout.sharding, given, axis)
+        _whole.check(local)
         _warn_of_multi_steps(local)
     specs = _placement.state_specs(local)
     if isinstance(mesh, Mapping):

@@ -143,8 +143,10 @@ class ErrorFeedback:
         saturate = options.nonfinite != "propagate"
         return _buffers.unravel(mean, dense_mean, layout, saturate=saturate), stepped
 
-    def exchange_alone(self, state: SparseAllreduceState, layout: _layout.TreeLayout) -> None:
-        """The exchange of the residuals, without a step, for :mod:`._phases`.
+    def exchange_alone(
+        self, state: SparseAllreduceState, layout: _layout.TreeLayout
+    ) -> SparseAllreduceState:
+        """The state with the result of an exchange of the residuals, for :mod:`._phases`.
 
         Raises:
           ValueError: options that a round in pieces cannot support.
@@ -154,7 +156,7 @@ class ErrorFeedback:
             _accumulation.load(state.residual), state.owner, self.options.axis
         )
         nothing = jnp.zeros_like(waiting)
-        self.exchange.reduce(
+        *_, exchanged = self.exchange.reduce(
             Accumulated(
                 acc=waiting,
                 pending=Pending(waiting, 1.0, nothing, nothing, nothing),
@@ -165,6 +167,7 @@ class ErrorFeedback:
                 is_dense=None,
             )
         )
+        return state._replace(allreduce=exchanged.allreduce)
 
     def _who_decide(self, layout: _layout.TreeLayout) -> AxisName:
         """The axes whose devices skip a step together: all workers and all their devices.

@@ -1,9 +1,11 @@
-"""How parameters are sharded, passed from the caller with the arrays to a traced ``init``."""
+"""How parameters are sharded, as a fact that travels with each of them into ``init``.
 
-import contextlib
-import contextvars
+``init`` of an optax transformation has the parameters as its only argument, and a wrapper passes
+some of them on. So each one carries its own PartitionSpec.
+"""
+
 import dataclasses
-from collections.abc import Collection, Generator, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,43 +29,69 @@ class Given(NamedTuple):
     specs: Mapping[str, PartitionSpec]
 
 
-_given: contextvars.ContextVar[Given | None] = contextvars.ContextVar("sharding", default=None)
+class _Place(NamedTuple):
+    """The fact of one parameter: the sizes of the axes of the mesh, its path, and its spec."""
+
+    sizes: tuple[tuple[Any, int], ...]
+    name: str
+    spec: PartitionSpec
 
 
-@contextlib.contextmanager
-def sharded(given: Given | None) -> Generator[None]:
-    """In this context ``init`` of a transformation finds the sharding of its leaves by path."""
-    token = _given.set(given)
-    try:
-        yield
-    finally:
-        _given.reset(token)
+def sharded(params: Any, given: Given | None) -> Any:
+    """The parameters, in a traced function, such that :func:`sharding_of` finds their sharding."""
+    if given is None:
+        return params
+    sizes = tuple(given.sizes.items())
+
+    def of_leaf(path: Any, leaf: Any) -> Any:
+        name = jax.tree_util.keystr(path)
+        return _compat.annotated(leaf, _Place(sizes, name, given.specs[name]))
+
+    return jax.tree_util.tree_map_with_path(of_leaf, params)
 
 
 def sharding_of(params: Any, axis: AxisName) -> Sharding:
-    """The sharding of ``params`` over the axes besides ``axis``; unsharded if none is given.
+    """The sharding of ``params`` over the axes besides ``axis``; unsharded if they carry none.
 
     Raises:
-      ValueError: a leaf whose path is not among the given paths; see also :func:`of_specs`.
+      ValueError: a leaf without a sharding among others; see also :func:`of_specs`.
     """
-    given = _given.get()
-    if given is None:
-        return _layout.unsharded([jnp.shape(leaf) for leaf in jax.tree.leaves(params)])
-    workers = _compat.axis_names(axis)
-    others = {name: n for name, n in given.sizes.items() if name not in workers}
+    leaves = jax.tree.leaves(params)
+    places: list[_Place] = list(filter(None, map(_compat.fact_of, leaves)))
+    if not places:
+        return _layout.unsharded([jnp.shape(leaf) for leaf in leaves])
+    if len(places) < len(leaves):
+        raise ValueError(
+            f"a transformation is given {len(leaves)} parameters, of which {len(places)} are those "
+            f"of init_state, such as params{places[0].name}, and the others computed from them. "
+            "With sharded parameters a wrapper must pass them on as they are, as optax.masked, "
+            "multi_transform and optax_ext.bucketed do."
+        )
+    workers, sizes = _compat.axis_names(axis), dict(places[0].sizes)
+    others = {name: n for name, n in sizes.items() if name not in workers}
     # Along an axis of size 1, sharded and whole are the same.
-    alone = [name for name in workers if given.sizes.get(name) == 1]
-    leaves = []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        name = jax.tree_util.keystr(path)
-        if name not in given.specs:
-            raise ValueError(
-                f"a transformation is given params{name}, which is no path of the sharded "
-                f"parameters: {', '.join(list(given.specs)[:5])}, ... A wrapper around it must "
-                "keep their paths, as optax.masked, multi_transform and optax_ext.bucketed do."
-            )
-        leaves.append((name, jnp.shape(leaf), _without(alone, given.specs[name])))
-    return of_specs(tuple(others), tuple(others.values()), leaves, workers)
+    alone = [name for name in workers if sizes.get(name) == 1]
+    specs = [
+        (place.name, jnp.shape(leaf), _without(alone, place.spec))
+        for place, leaf in zip(places, leaves, strict=True)
+    ]
+    return of_specs(tuple(others), tuple(others.values()), specs, workers)
+
+
+def check_found(sharding: Sharding, given: Given | None, axis: AxisName) -> None:
+    """Checks that a state was made with the sharding that the parameters had.
+
+    Raises:
+      ValueError: something between ``init_state`` and ``init`` has hidden it.
+    """
+    workers = _compat.axis_names(axis)
+    if given is None or sharding.axes or not sharding.dims or set(given.sizes) <= {*workers}:
+        return
+    raise ValueError(
+        "the init of tx does not see how its parameters are sharded: jax.jit or another "
+        "transformation of jax is around it. With sharded parameters take it away from init; "
+        "optax_ext.init_state compiles what it calls."
+    )
 
 
 def _without(names: Collection[Any], spec: PartitionSpec) -> PartitionSpec:

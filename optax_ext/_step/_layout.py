@@ -277,30 +277,13 @@ def on_each_device(
         return function
 
     def mapped(*args: Any) -> Any:
-        # Passed in from outside: JAX 0.10 cannot lower axis_index in the inner of two regions.
-        names = (*_compat.axis_names(axis), *sharding.axes)
-        workers = {name: lax.axis_index(name) for name in _compat.axis_names(axis)}
-        parts = {
-            name: jnp.arange(size, dtype=jnp.int32)
-            for name, size in zip(sharding.axes, sharding.sizes, strict=True)
-        }
-
-        def inside(workers: dict, parts: dict, *args: Any) -> Any:
-            places = {**workers, **{name: index[0] for name, index in parts.items()}}
-            with _compat.axis_indices({name: places[name] for name in names}):
-                return function(*args)
-
         return jax.shard_map(
-            inside,
-            in_specs=(
-                {name: PartitionSpec() for name in workers},
-                {name: PartitionSpec(name) for name in parts},
-                *in_specs,
-            ),
+            function,
+            in_specs=in_specs,
             out_specs=out_specs,
             axis_names=set(sharding.axes),
             check_vma=_compat.checks_varying(axis),
-        )(workers, parts, *args)
+        )(*args)
 
     return mapped
 

@@ -3,27 +3,20 @@
 The exchange sends the residuals from the beginning of the round. It and the local steps do not
 depend on each other, so both may run at the same time. The last step then uses the results as if
 they had been exchanged in that step.
+
+The states of the exchanges say which phase it is. A phase therefore passes through any wrapper
+around them, and a jitted ``update`` is traced once for each phase.
 """
 
-import contextlib
-import contextvars
-from collections.abc import Generator
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-LOCAL, EXCHANGE, LAST = "local", "exchange", "last"
+import jax
 
+from optax_ext._step._sparse_state import SparseAllreduceState
 
-class Phase(NamedTuple):
-    """The phase that is traced now.
-
-    Attributes:
-      kind: :data:`LOCAL`, :data:`EXCHANGE` or :data:`LAST`.
-      arrived: an :class:`Arrived` for each sparse allreduce, in the order of the chain. An exchange
-        appends to it, and a last step removes from it.
-    """
-
-    kind: str
-    arrived: list["Arrived"]
+LOCAL, EXCHANGE = "local", "exchange"
 
 
 class Arrived(NamedTuple):
@@ -45,25 +38,34 @@ class Arrived(NamedTuple):
     replaced: Any
 
 
-_phase: contextvars.ContextVar[Phase | None] = contextvars.ContextVar("phase", default=None)
+def of(phase: str | None, opt_state: Any) -> Any:
+    """The optimizer state for a step that is traced as ``phase``; None: as a whole step."""
+
+    def marked(state: SparseAllreduceState) -> SparseAllreduceState:
+        return state._replace(settings=dataclasses.replace(state.settings, phase=phase))
+
+    return _map(marked, opt_state)
 
 
-def current() -> Phase | None:
-    """The phase that is traced now; None in a step that is one program."""
-    return _phase.get()
+def arrived(opt_state: Any) -> list[Arrived]:
+    """What an ``update`` in the phase :data:`EXCHANGE` left for a last step, in each state."""
+    leaves = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, Arrived))
+    return [leaf for leaf in leaves if isinstance(leaf, Arrived)]
 
 
-def none() -> contextlib.AbstractContextManager[None]:
-    """A step that is one program, as the context without a phase."""
-    return contextlib.nullcontext()
+def with_arrived(opt_state: Any, given: Sequence[Arrived]) -> Any:
+    """The optimizer state for a last step, which applies :func:`arrived`."""
+    left = iter(given)
+    return _map(
+        lambda state: state._replace(allreduce=next(left)) if state.layout.size else state,
+        opt_state,
+    )
 
 
-@contextlib.contextmanager
-def of(kind: str, arrived: list[Arrived] | None = None) -> Generator[list[Arrived]]:
-    """In this context steps are traced as a phase ``kind`` of a round."""
-    arrived = [] if arrived is None else list(arrived)
-    token = _phase.set(Phase(kind, arrived))
-    try:
-        yield arrived
-    finally:
-        _phase.reset(token)
+def _map(function: Callable[[SparseAllreduceState], Any], opt_state: Any) -> Any:
+    def is_state(node: Any) -> bool:
+        return isinstance(node, SparseAllreduceState)
+
+    return jax.tree.map(
+        lambda node: function(node) if is_state(node) else node, opt_state, is_leaf=is_state
+    )

@@ -79,42 +79,52 @@ class SparseExchange:
 
     def reduce(self, step: Accumulated) -> Reduced:
         """One step."""
-        phase = _phases.current()
+        phase = step.state.settings.phase
         if not step.layout.size:
             reduced = _applied.nothing_exchanged(step, self.options.axis)
-        elif phase is None or phase.kind == _phases.LAST:
-            reduced = self._keep(step, *self._exchange(step, phase))
-        else:
-            if phase.kind == _phases.EXCHANGE:
-                phase.arrived.append(self._arriving(step))
+        elif phase == _phases.LOCAL:
             reduced = self._between(step)
+        elif phase == _phases.EXCHANGE:
+            mean, state = self._between(step)
+            reduced = mean, state._replace(allreduce=self._arriving(step))
+        else:
+            reduced = self._keep(step, *self._exchange(step))
         return _applied.with_dense_leaves(reduced, step, None, self.options)
 
-    def _exchange(self, step: Accumulated, phase: _phases.Phase | None) -> Exchanged:
+    def _exchange(self, step: Accumulated) -> Exchanged:
         """The exchange of this step, if it has one."""
-        if phase is not None:
-            return _late(step, phase.arrived.pop(0))
+        arrived = step.state.allreduce
+        if isinstance(arrived, _phases.Arrived):
+            return _late(step, arrived)
+        if step.due is None and step.is_dense is None:
+            return self._sparse(step)
+        mean, changed, kept = self._one_of(step)
+        return mean, step.state._replace(**changed), kept
+
+    def _one_of(self, step: Accumulated) -> Any:
+        """The mean, the changed fields of the state, and the kept parts, of one of these branches.
+
+        A sparse exchange of the accumulator, a dense one if the step is dense, or none if none is
+        due: the same for all workers and for all groups of a mesh.
+        """
+        # Traced once, as a branch and for the shapes of the other branches.
+        sparse = jax.jit(lambda: self._typed(step, *self._sparse(step)), inline=True)
+
+        def other(way: Any) -> Any:
+            mean, state = way(step)
+            return self._typed(step, mean, state, _nothing_sent(step, jax.eval_shape(sparse)[2]))
+
+        def exchanged() -> Any:
+            if step.is_dense is None:
+                return sparse()
+            # Results of a branch are copied, so branches return only the fields that change.
+            return lax.cond(step.is_dense, lambda: other(self._dense), sparse)
+
         if step.due is None:
-            return self._at_exchange(step)
+            return exchanged()
         # The scope gives the traffic meter the number of steps from one exchange to the next.
         with jax.named_scope(f"round.every{self.options.every}"):
-            return self._one_of(step, step.due, self._at_exchange, self._waiting)
-
-    def _at_exchange(self, step: Accumulated) -> Exchanged:
-        """A sparse exchange of the accumulator, or a dense one if the step is dense."""
-        if step.is_dense is None:
-            return self._sparse(step)
-        return self._one_of(step, step.is_dense, self._dense, self._sparse)
-
-    def _one_of(self, step: Accumulated, condition: jax.Array, yes: Any, no: Any) -> Exchanged:
-        """One of two exchanges, the same for all workers and for all groups of a mesh."""
-        # Results of a branch are copied, so the branches return only the fields that change.
-        mean, changed, kept = lax.cond(
-            condition,
-            lambda: self._typed(step, *yes(step)),
-            lambda: self._typed(step, *no(step)),
-        )
-        return mean, step.state._replace(**changed), kept
+            return lax.cond(step.due, exchanged, lambda: other(_waiting))
 
     def _typed(
         self, step: Accumulated, mean: jax.Array, state: SparseAllreduceState, kept: Kept
@@ -137,7 +147,7 @@ class SparseExchange:
 
     def _arriving(self, step: Accumulated) -> _phases.Arrived:
         """The exchange of the residuals, for a later step."""
-        mean, changed, kept = self._typed(step, *self._at_exchange(step))
+        mean, changed, kept = self._typed(step, *self._sparse(step))
         kept, remainder = _kept.joined(kept), kept.undelivered.rest_at_total
         return _phases.Arrived(
             mean=mean,
@@ -159,7 +169,7 @@ class SparseExchange:
         if step.proceeds is not None:
             # A skipped step runs the exchange with nothing to send. That cost is rare; a branch
             # around the exchange would copy the residual at every step.
-            coo = _only_if(step.proceeds, coo)
+            coo = extend.only_where(step.proceeds, coo)
         held = {"acc": acc} if allreduce.full_sums else {}
         total, undelivered, allreduce_state, reduction = allreduce.reduce(
             coo, allreduce_state, axis=axis, **held
@@ -190,12 +200,7 @@ class SparseExchange:
         )
         return mean, state, Kept(coo, undelivered, rounding)
 
-    def _waiting(self, step: Accumulated) -> Exchanged:
-        """A step without an exchange, as one branch of a compiled step."""
-        mean = jnp.zeros(step.acc.shape[1:], jnp.float32)
-        return mean, _without_news(step.state), self._nothing_sent(step)
-
-    def _dense(self, step: Accumulated) -> Exchanged:
+    def _dense(self, step: Accumulated) -> tuple[jax.Array, SparseAllreduceState]:
         """The dense mean of the increments, without a selection."""
         increment = step.pending.increment[0]
         axis, shard_axis = self.options.axis, self.allreduce.shard_axis
@@ -218,29 +223,7 @@ class SparseExchange:
                 useful=jnp.float32(words),
             ),
         )
-        return mean, state, self._nothing_sent(step)
-
-    def _nothing_sent(self, step: Accumulated) -> Kept:
-        """Empty kept parts in the shapes of a sparse exchange."""
-        like = jax.eval_shape(lambda: self._sparse(step)[2])
-        size, undelivered, rounding = step.acc.shape[1], like.undelivered, like.rounding
-
-        def none(entries):
-            return extend.empty(size, entries.capacity, jnp.float32)
-
-        if isinstance(rounding, PaddedCOO):
-            rounding = none(rounding)
-        else:
-            rounding = jax.tree.map(jnp.zeros_like, rounding)
-        return Kept(
-            sent=extend.empty(size, like.sent.capacity, like.sent.values.dtype),
-            undelivered=Undelivered(
-                jnp.zeros_like(undelivered.slots),
-                none(undelivered.others),
-                None if undelivered.rest_at_total is None else none(undelivered.rest_at_total),
-            ),
-            rounding=rounding,
-        )
+        return mean, state
 
     def _over_shards(self, counts: jax.Array) -> tuple[jax.Array, float]:
         """The sum of a shard's counts over the shards, and its words."""
@@ -280,12 +263,30 @@ class SparseExchange:
         return jax.eval_shape(show, jax.ShapeDtypeStruct((size,), jnp.float32)).shape[0]
 
 
-def _only_if(condition: jax.Array, entries: PaddedCOO) -> PaddedCOO:
-    """``entries`` if ``condition``, otherwise empty slots."""
-    return PaddedCOO(
-        jnp.where(condition, entries.values, jnp.zeros_like(entries.values)),
-        jnp.where(condition, entries.indices, entries.size),
-        entries.size,
+def _waiting(step: Accumulated) -> tuple[jax.Array, SparseAllreduceState]:
+    """A step without an exchange, as one branch of a compiled step."""
+    return jnp.zeros(step.acc.shape[1:], jnp.float32), _without_news(step.state)
+
+
+def _nothing_sent(step: Accumulated, like: Kept) -> Kept:
+    """Empty kept parts in the shapes of a sparse exchange."""
+    size, undelivered, rounding = step.acc.shape[1], like.undelivered, like.rounding
+
+    def none(entries: PaddedCOO) -> PaddedCOO:
+        return extend.empty(size, entries.capacity, jnp.float32)
+
+    if isinstance(rounding, PaddedCOO):
+        rounding = none(rounding)
+    else:
+        rounding = jax.tree.map(jnp.zeros_like, rounding)
+    return Kept(
+        sent=extend.empty(size, like.sent.capacity, like.sent.values.dtype),
+        undelivered=Undelivered(
+            jnp.zeros_like(undelivered.slots),
+            none(undelivered.others),
+            None if undelivered.rest_at_total is None else none(undelivered.rest_at_total),
+        ),
+        rounding=rounding,
     )
 
 

@@ -87,6 +87,7 @@ class Settings:
       every: H, the steps from one exchange to the next.
       by_leaf: whether the local transformation sees whole leaves, so that its state belongs to a
         worker and not to a device.
+      phase: the part of a round that is traced; see :mod:`._phases`. None: a whole step.
     """
 
     selector: str | None
@@ -103,6 +104,7 @@ class Settings:
     whole: bool = False
     every: int = 1
     by_leaf: bool = False
+    phase: str | None = None
 
 
 @_roles.declared
@@ -147,7 +149,7 @@ class SparseAllreduceState(NamedTuple):
         ``()`` without one.
       selector: the selector's state, for each worker; ``()`` without one.
       allreduce: the allreduce's state, for each shard; the :class:`Factors` of a low-rank
-        exchange.
+        exchange; while the last step of a round is traced, the :class:`._phases.Arrived`.
       info: :class:`StepInfo` of the last step.
       layout: the tree, shapes and dtypes that the state was made for; static, without
         arrays.

@@ -5,10 +5,8 @@ order of the mesh. If parameters are not sharded, a worker is one device, and it
 them. Inside the mapped region each device sees its own row, and the layout of its part.
 """
 
-import contextlib
-import contextvars
 import dataclasses
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -27,7 +25,7 @@ from optax_ext._step import (
 )
 from optax_ext._step._error_feedback import ErrorFeedback
 from optax_ext._step._roles import Rows
-from optax_ext._step._sparse_state import SparseAllreduceState
+from optax_ext._step._sparse_state import Settings, SparseAllreduceState
 from sparse_collectives import _compat, transport
 
 
@@ -87,13 +85,11 @@ class Transformation:
 
     def update(self, updates: Any, state: SparseAllreduceState, params: Any = None, **extra: Any):
         """One step; ``(updates, state)``. ``extra`` goes to the local transformation."""
-        phase = _phases.current()
-        if phase is not None and phase.kind == _phases.EXCHANGE:
+        if state.settings.phase == _phases.EXCHANGE:
             # This phase has no gradients.
-            self._feedback.exchange_alone(state, _layout.device_layout(state.layout))
-            return updates, state
-        if not is_on():
-            self._check_state(updates, state, params)
+            part = _layout.device_layout(state.layout)
+            return updates, self._feedback.exchange_alone(state, part)._replace(layout=state.layout)
+        self._check_state(updates, state, params)
         # The tree is the tree of the gradients: flax boxes parameters, but not gradients.
         layout = dataclasses.replace(state.layout, treedef=jax.tree.structure(updates))
         self._check_updates(updates, state.layout)
@@ -105,7 +101,7 @@ class Transformation:
             before = before._replace(local=())
         leaves, specs = _layout.specs_of(layout), _specs(layout)
         updates, new = _layout.on_each_device(
-            lambda *args: self._on_device(layout, *args),
+            lambda *args: self._on_device(layout, state.settings, *args),
             layout.sharding,
             self._feedback.options.axis,
             in_specs=(leaves, specs, PartitionSpec()),
@@ -127,20 +123,20 @@ class Transformation:
         return (new.missed == old.missed)[0] if leaves_out else jnp.ones((), jnp.bool_)
 
     def _on_device(
-        self, layout: _layout.TreeLayout, updates: Any, state: Any, left_out: jax.Array
+        self,
+        layout: _layout.TreeLayout,
+        settings: Settings,
+        updates: Any,
+        state: Any,
+        left_out: jax.Array,
     ) -> Any:
         """The step of a device, for the shards that it holds."""
         feedback, part = self._feedback, _layout.device_layout(layout)
-        state = state._replace(layout=part, settings=feedback.settings)
+        state = state._replace(layout=part, settings=settings)
         mine = _layout.take(updates, layout)
-        if is_on():
-            loaded = feedback.load(mine, state, part)
-            mine = _buffers.unravel(loaded.sparse, loaded.dense, part, saturate=False)
-            new = state._replace(count=state.count + 1, local=loaded.local)
-        else:
-            # All devices of a worker have the same count, so only the first one adds it.
-            first = transport.axis_index(part.device_axes) == 0
-            mine, new = feedback.step(mine, state, part, jnp.where(first, left_out, 0))
+        # All devices of a worker have the same count, so only the first one adds it.
+        first = transport.axis_index(part.device_axes) == 0
+        mine, new = feedback.step(mine, state, part, jnp.where(first, left_out, 0))
         return _layout.gather(mine, layout), _stripped(new)
 
     def _transformed(
@@ -199,21 +195,3 @@ def _specs(layout: _layout.TreeLayout) -> Any:
     specs: dict[str, Any] = dict.fromkeys(SparseAllreduceState._fields, PartitionSpec())
     specs |= dict.fromkeys(_SPLIT, PartitionSpec(layout.sharding.axes))
     return SparseAllreduceState(**{**specs, "layout": None, "settings": None})
-
-
-_on: contextvars.ContextVar[bool] = contextvars.ContextVar("probe", default=False)
-
-
-@contextlib.contextmanager
-def without_exchange() -> Generator[None]:
-    """In this context error feedback is traced such that it delivers all of its input."""
-    token = _on.set(True)
-    try:
-        yield
-    finally:
-        _on.reset(token)
-
-
-def is_on() -> bool:
-    """Whether a step that is traced now delivers all of its input without an exchange."""
-    return _on.get()

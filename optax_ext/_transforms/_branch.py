@@ -22,6 +22,7 @@ def only_if(
       scope: the name scope of the branch. A suffix ``.everyN`` gives the traffic meter the number
         of steps from one exchange to the next.
     """
+    exchange = jax.jit(exchange, inline=True)  # Traced once, for its shapes and as a branch.
     shapes, state_shapes = jax.eval_shape(exchange)
 
     def wait() -> tuple[Any, Any]:

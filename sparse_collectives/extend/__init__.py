@@ -5,7 +5,7 @@ helper documents it.
 """
 
 from sparse_collectives._compat import to_varying
-from sparse_collectives._data import empty
+from sparse_collectives._data import empty, only_where
 from sparse_collectives._sparse_ops._bits import magnitude_bits
 from sparse_collectives._sparse_ops._kth_magnitude import largest_mask
 from sparse_collectives._validation import check_density
@@ -20,6 +20,7 @@ __all__ = [
     "empty",
     "largest_mask",
     "magnitude_bits",
+    "only_where",
     "to_varying",
     "words_of_all_gather",
     "words_of_all_reduce",

@@ -25,12 +25,12 @@ _in_use = False
 def use_direct_messages(use: bool = True) -> None:
     """Makes small sums and gathers direct, for links with high latency such as between sites.
 
-    Programs that are traced afterwards send small sums and gathers directly to the workers that
-    need them, in one or two exchanges, instead of in a ring of ``2 (P-1)`` messages that wait for
-    each other. Over links of 100 Mbit/s and 50 ms, a step of ``sparse_adamw`` with four workers
-    took 0.48 s instead of 1.31 s, and with ``every=10`` 68 ms instead of 120 ms (one run of a model
-    with n = 1.08M; ``python -m benchmarks.network.sums`` measures the sums alone). Leave it off
-    within a data center, since a sum of one number is slower with it there.
+    Every program then sends small sums and gathers directly to the workers that need them, in one
+    or two exchanges, instead of in a ring of ``2 (P-1)`` messages that wait for each other. (What
+    JAX has compiled is dropped.) Over links of 100 Mbit/s and 50 ms, a step of ``sparse_adamw``
+    with four workers took 0.48 s instead of 1.31 s, and with ``every=10`` 68 ms instead of 120 ms
+    (one run of a model with n = 1.08M; ``python -m benchmarks.network.sums`` measures the sums
+    alone). Leave it off within a data center, since a sum of one number is slower with it there.
 
     Call it once, before the first step, and in all processes alike: processes that disagree wait
     for each other without end. It is for meshes of CPUs, whose processes communicate over Gloo. GPU
@@ -52,6 +52,9 @@ def use_direct_messages(use: bool = True) -> None:
     global _in_use
     if not isinstance(use, bool):
         raise ValueError(f"use must be True or False, got {use!r}.")
+    if use != _in_use:
+        # A program that was traced before would go on as it was.
+        jax.clear_caches()
     _in_use = use
 
 

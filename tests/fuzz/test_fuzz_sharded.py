@@ -96,12 +96,11 @@ def run(drawn: Sharded) -> tuple[list[dict], Any, Any]:
     given = gradients(configuration)
 
     def init(_: Any) -> Any:
-        with _given.sharded(_given.Given(names, {f"['{k}']": s for k, s in drawn.specs.items()})):
-            return tx.init(
-                {k: jnp.zeros(x.shape, x.dtype) for k, x in configuration.params.items()}
-            )
+        params = {k: jnp.zeros(x.shape, x.dtype) for k, x in configuration.params.items()}
+        specs = {f"['{k}']": s for k, s in drawn.specs.items()}
+        return tx.init(_given.sharded(params, _given.Given(names, specs)))
 
-    everywhere = init
+    everywhere = jax.jit(init)
     for name, size in reversed(names.items()):
         everywhere = jax.vmap(everywhere, axis_name=name, axis_size=size)
     state = everywhere(jnp.zeros(shape))

@@ -1,4 +1,4 @@
-"""Whole optimizers in a chain with others: chains that train uphill are refused."""
+"""Whole optimizers in a chain with others, which trains uphill."""
 
 import functools
 
@@ -36,7 +36,8 @@ OPTIMIZERS = {
     "adafactor": lambda: optax.adafactor(1e-2),
     "muon": lambda: optax.contrib.muon(1e-2),
     "lars": lambda: optax.lars(0.1),
-    "scale(-0.1)": lambda: optax.scale(-0.1),
+    "sgd, schedule": lambda: optax.sgd(optax.linear_schedule(0.1, 0.01, 10)),
+    "rmsprop": lambda: optax.rmsprop(0.1),
     "moments alone": optax.scale_by_adam,
     "momentum alone": lambda: optax.trace(0.9),
 }
@@ -44,6 +45,8 @@ LEGITIMATE = {
     "clip": lambda: optax.clip(0.1),
     "clip_by_global_norm": lambda: optax.clip_by_global_norm(1.0),
     "scale(0.5)": lambda: optax.scale(0.5),
+    "ema": lambda: optax.ema(0.9),
+    "clipping, then an average": lambda: optax.chain(optax.clip(1.0), optax.ema(0.9)),
     "a schedule": lambda: optax.scale_by_schedule(optax.linear_schedule(0.0, 1.0, 10)),
     "keep_params_nonnegative": optax.keep_params_nonnegative,
     "zero_nans": optax.zero_nans,
@@ -120,7 +123,9 @@ def test_other_leaves_may_have_another_optimizer_and_an_exchange_of_gradients_is
         other = optax.chain(optax_ext.dense(axis="data"), behind)
         tx = optax.chain(optax.masked(WHOLE["sparse_adamw"], KERNEL), optax.masked(other, BIAS))
         init(tx)
-        refuses(optax.chain(tx, optax.scale(-1.0)))
+        refuses(optax.chain(tx, optax.sgd(0.1)))
+        refuses(optax.chain(tx, optax.masked(optax.adam(0.1), KERNEL)))
+        init(optax.chain(tx, optax.masked(optax.ema(0.1), BIAS)))
     for local in (None, optax.clip(1.0), optax.scale(0.5)):
         init(optax.chain(optax_ext.ok_topk(0.1, axis="data", local=local), optax.adamw(1e-3)))
 

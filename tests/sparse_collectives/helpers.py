@@ -36,6 +36,23 @@ def slow_but(quick, values):
     return [value if value in quick else slow(value)[0] for value in values]
 
 
+@contextlib.contextmanager
+def traced_for(form):
+    """Traces the form of a computation for "cpu" or "cuda", which a CPU then runs in either case.
+
+    jax chooses when a program is lowered, which for "cuda" would be no program for a CPU.
+    """
+    jax.clear_caches()  # They have no key for this.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            jax.lax,
+            "platform_dependent",
+            lambda *args, default, **of: of.get(form, default)(*args),
+        )
+        yield
+    jax.clear_caches()
+
+
 @functools.cache
 def simulated_select(selector: sc.Selector, workers: int):
     """``select(acc[P, n], selector_state) -> (coo, dict)``, jitted: all allreduces share it."""

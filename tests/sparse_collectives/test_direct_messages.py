@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import optax_ext
 from sparse_collectives import transport
 from sparse_collectives.transport import _direct
-from tests.sparse_collectives import helpers
+from tests.programs import direct_messages
 
 WORKERS = 4
 RING = tuple(f"stablehlo.{name}" for name in ("all_reduce", "all_gather", "reduce_scatter"))
@@ -44,8 +44,7 @@ def in_both_ways(function, mesh, x, spec, **options):
     """The function's results for each worker's row, and the text of its direct program."""
     found, text = {}, ""
     for use in (False, True):
-        with helpers.direct_messages(use):
-            # Another function each time, since the cache has no key for the setting.
+        with direct_messages(use):
             mapped = jax.shard_map(
                 lambda x: function(x[0]), mesh=mesh, in_specs=spec, out_specs=P(), **options
             )
@@ -112,7 +111,7 @@ def test_large_sums_stay_in_the_ring(mesh):
 
 def test_under_pmap_and_simulated():
     x = values((5,), "int32")
-    with helpers.direct_messages(True):
+    with direct_messages(True):
         mapped = jax.pmap(lambda x: transport.psum(x, "data"), axis_name="data")(x)
         simulated = jax.vmap(lambda x: transport.psum(x, "data"), axis_name="data")(x)
     for total in (mapped, simulated):
@@ -127,7 +126,7 @@ def test_a_training_has_the_same_bits(mesh, every):
     x = jax.random.normal(jax.random.key(0), (8, 32))
     ended = {}
     for use in (False, True):
-        with helpers.direct_messages(use):
+        with direct_messages(use):
             tx = optax_ext.sparse_adamw(0.01, axis="data", every=every)
             step = optax_ext.make_train_step(lambda p, x: jnp.mean((x @ p["w"]) ** 2), tx, mesh)
             state = jax.tree.map(jnp.copy, optax_ext.init_state(tx, params, mesh))
@@ -136,6 +135,19 @@ def test_a_training_has_the_same_bits(mesh, every):
                 mine, state, _ = step(mine, state, x)
             ended[use] = mine, optax.tree_utils.tree_get(state, "residual")
     jax.tree.map(np.testing.assert_array_equal, *ended.values())
+
+
+def test_a_program_that_was_compiled_before_follows(mesh):
+    total = jax.jit(
+        jax.shard_map(
+            lambda x: transport.psum(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P()
+        )
+    )
+    x = jnp.arange(4.0 * WORKERS)
+    for use in (False, True, False):
+        with direct_messages(use):
+            assert ("all_to_all" in total.lower(x).as_text()) == use
+            total(x)
 
 
 def test_another_value_is_refused():

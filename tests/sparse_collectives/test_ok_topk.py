@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import sparse_collectives as sc
-from sparse_collectives import _platform
 from sparse_collectives.allreduce._ok_topk import _plan
 from sparse_collectives.allreduce._parts import _hashed
 from tests.reference import ok_topk as oracle
@@ -63,7 +62,7 @@ def test_a_bucket_is_reduced_before_the_next_one_has_arrived_which_waits_for_it(
         return allreduce.reduce(coo, allreduce.init(400, 4), axis="w")[0]
 
     given = jnp.zeros(40), jnp.zeros(40, jnp.int32)
-    with _platform.traced_for("portable"):
+    with helpers.traced_for("cpu"):
         equations = jax.make_jaxpr(step, axis_env=[("w", 4)])(*given).jaxpr.eqns
     sent, reduced_from, before = 0, set(), {}
     for equation in equations:

@@ -17,9 +17,8 @@ RNG = np.random.default_rng(0)
 def of_both(function, *args):
     """The result of each form, compiled."""
     results = []
-    for form in ("portable", "gpu"):
-        with _platform.traced_for(form):
-            # Another function each time, since the cache has no key for the form.
+    for form in ("cpu", "cuda"):
+        with helpers.traced_for(form):
             results.append(jax.jit(lambda *a: function(*a))(*args))
     return results
 
@@ -116,17 +115,6 @@ def test_whether_all_is_below_a_bound(shape):
             assert not same(finite, jnp.asarray(spoilt))
 
 
-def test_what_a_trace_is_for():
-    def form():
-        return _platform.by_platform(lambda: "portable", lambda: "gpu")
-
-    for name in ("portable", "gpu"):
-        with _platform.traced_for("gpu"), _platform.traced_for(name):
-            assert form() == name
-    with pytest.raises(ValueError, match="name must be one of"):
-        _platform.traced_for("tpu").__enter__()
-
-
 @pytest.mark.parametrize(
     "name", helpers.slow_but(("adtopk",), ("topk", "threshold_reuse", "dgc", "adtopk"))
 )
@@ -141,8 +129,8 @@ def test_selectors_step_after_step(name):
     for x in steps:
         x = jnp.asarray(x, jnp.float32)
         found = []
-        for i, form in enumerate(("portable", "gpu")):
-            with _platform.traced_for(form):
+        for i, form in enumerate(("cpu", "cuda")):
+            with helpers.traced_for(form):
                 coo, states[i], info = jax.jit(lambda *a: selector.select(*a))(x, states[i])
             found.append((coo, info))
         jax.tree.map(np.testing.assert_array_equal, *found)
@@ -162,16 +150,16 @@ OPTIONS = {
 @pytest.mark.slow
 def test_allreduces_of_hard_data(name):
     cases, found = helpers.hard_accumulators(4, 600), {}
-    for form in ("portable", "gpu"):
+    for form in ("cpu", "cuda"):
         # Each form has its own, since the programs of an instance are compiled once.
         selector = sc.select.topk(density=0.05)
         allreduce = table.make(name.partition(",")[0], 0.05, **OPTIONS[name])
-        with _platform.traced_for(form):
+        with helpers.traced_for(form):
             for case, acc in cases.items():
                 found[form, case] = helpers.run_once(selector, allreduce, acc)
     for case in cases:
         for field in ("total", "kept"):
-            portable, gpu = found["portable", case][field], found["gpu", case][field]
+            portable, gpu = found["cpu", case][field], found["cuda", case][field]
             np.testing.assert_array_equal(portable, gpu, case)
 
 

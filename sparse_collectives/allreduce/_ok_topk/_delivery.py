@@ -197,9 +197,11 @@ def _by_rounds(entries: PaddedCOO, bits: jax.Array, overflow: jax.Array, step: S
 
 def _cond(predicate: jax.Array, *branches: Callable[[], Delivery]) -> Delivery:
     """``lax.cond`` of branches whose results may be typed as varying over different axes."""
-    shapes = [jax.eval_shape(branch) for branch in branches]
+    # Traced once, for its shapes and as a branch.
+    traced = [jax.jit(branch, inline=True) for branch in branches]
+    shapes = [jax.eval_shape(branch) for branch in traced]
 
     def typed(branch: Callable[[], Delivery]) -> Callable[[], Delivery]:
         return lambda: jax.tree.map(_compat.varying_like, branch(), *shapes)
 
-    return lax.cond(predicate, *map(typed, branches))
+    return lax.cond(predicate, *map(typed, traced))
