@@ -8,6 +8,7 @@ import pytest
 from benchmarks.gpu import overlap
 from benchmarks.gpu._hlo import parse, size_of
 from benchmarks.gpu._paths import Cost, collectives, heaviest, lightest
+from benchmarks.local import passes
 
 
 def cost(launches=0, both=0, **more):
@@ -138,3 +139,10 @@ def test_products_between_the_start_and_the_end_of_a_collective():
     program = parse(TEXTS["overlap"])
     found = list(overlap.beside(program.computations[program.entry].values()))
     assert found == [("all-reduce", 1), ("all-gather", 0)]
+
+
+def test_passes_count_loops_by_their_turns_and_conditionals_by_the_heavier_branch():
+    """A loop of three iterations, one of unknown length, and a conditional of two branches."""
+    counted = [count for _, count in passes.moved(parse(TEXTS["passes"]))]
+    # Read and written in three iterations, and once in the branch.
+    assert sum(counted) == (3 + 1) * 2 * 4 * 8

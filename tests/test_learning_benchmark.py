@@ -17,7 +17,6 @@ from benchmarks.learning._contestants import AXIS, DENSE, NOTHING, contestants
 from benchmarks.training._grid_training import train_grid
 from benchmarks.training._simulated_training import Curve, train
 from benchmarks.training._small_tasks import word_task
-from tests.optax_ext.helpers import slow
 from tests.programs import refused
 
 # The models are a user's: they add a bias to a batch.
@@ -108,37 +107,6 @@ def test_runs_of_steps_are_kept_and_not_made_again(tmp_path, text, of_steps, cap
     assert of_steps[7:] == [f"sparse_adamw at {rate}" for rate in (0.01, 0.05, 0.05)]
 
 
-@pytest.mark.parametrize(
-    ("given", "name"),
-    [
-        slow("every=2 density=0.5", "sparse_adamw density=0.5 every=2"),
-        slow("optimizer=diloco every=2 momentum=0.5", "diloco every=2 momentum=0.5"),
-        slow("optimizer=sparse_loco every=2 density=0.5", "sparse_loco density=0.5 every=2"),
-        ("optimizer=local_steps every=2 density=0.5", "local_steps density=0.5 every=2"),
-    ],
-)
-@pytest.mark.slow
-def test_rounds_are_trained_and_drawn_against_bytes(given, name, tmp_path, text, capsys):
-    figure = tmp_path / "bytes.png"
-    argv = [*SMALL, *text, "--rates", "0.01", "--seeds", "1", "--only", DENSE]
-    assert steps.main([*argv, "--options", *given.split(), "--plot-bytes", str(figure)]) == 0
-    cells = row_of(capsys.readouterr().out, name)
-    # Two exchanges in four steps.
-    assert float(cells[-1]) > 0
-    assert figure.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.slow
-def test_the_words_of_dense_rounds_are_those_of_an_exchange_over_their_steps(text, capsys):
-    argv = [*SMALL, *text, "--rates", "0.01", "--seeds", "1", "--only", "none"]
-    assert steps.main([*argv, "--options", "optimizer=diloco", "every=4"]) == 0
-    printed = capsys.readouterr().out
-    assert DENSE not in printed
-    # 2 n (P-1)/P in four steps, in units of k (P-1)/P for k = n / 100.
-    words = float(row_of(printed, "diloco every=4")[-1])
-    assert words == pytest.approx(200 / 4, rel=1e-3)
-
-
 def test_runs_over_links_are_kept_and_not_made_again(tmp_path, of_seconds, capsys):
     runs, figure = tmp_path / "runs", tmp_path / "figure.png"
     arguments = ["--runs", str(runs), "--rates", "0.002", "0.01", "--seeds", "2"]
@@ -192,33 +160,6 @@ def test_another_file_is_one_line(tmp_path, content, message, capsys):
     path = tmp_path / "runs"
     path.write_bytes(content)
     assert message in refused(steps.main, ["--runs", str(path), "--show"], capsys)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("task", ["text", "lstm", "words", "images-adamw"])
-def test_each_task_learns(task, text, capsys):
-    arguments = ["--task", task, "--workers", "2", "--points", "2", "--batch", "8", "--steps", "60"]
-    arguments += ["--width", "8"] if task != "images-adamw" else []
-    arguments += [*text, "--only", "sparse_adamw"] if task == "text" else ["--only", DENSE]
-    assert steps.main([*arguments, "--rates", "0.02", "--seeds", "1"]) == 0
-    value = float(capsys.readouterr().out.splitlines()[-1].split()[4])
-    # It starts at the logarithm of the alphabet (29 in the short text) or of the vocabulary, and at
-    # 10 % accuracy.
-    least = {"text": 2.9, "lstm": 3.8, "words": 7}
-    assert value > 50 if task == "images-adamw" else value < least[task]
-
-
-@pytest.mark.slow
-def test_tricks_are_trained(tmp_path):
-    runs = tmp_path / "runs"
-    names = ["dense", "topk_a, correction, masking, clipping, density warm-up"]
-    argv = ["--task", "images-hidden", "--steps", "20", "--workers", "2", "--share", "0.1"]
-    argv += ["--rates", "0.05", "--seeds", "1", "--only", *names, "--runs", str(runs)]
-    assert steps.main(argv) == 0
-    dense, sparse = map(json.loads, runs.read_text().splitlines())
-    assert [dense["contestant"], sparse["contestant"]] == names
-    assert min(dense["value"], sparse["value"]) > 0.3
-    assert sparse["words"] < dense["words"] / 3
 
 
 def test_every_contestant_can_be_made():

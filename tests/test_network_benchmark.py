@@ -84,15 +84,3 @@ def test_scaling_reads_the_local_cost_of_a_measurement(tmp_path):
     local, dense, _ = scaling.local_cost(str(file))
     assert local.select == pytest.approx(80e-9)
     assert dense == pytest.approx(20e-9)
-
-
-@pytest.mark.slow
-def test_scaling_predicts_all_and_its_words_are_those_of_the_programs(tmp_path):
-    file, figure = tmp_path / "scaling.json", tmp_path / "scaling.png"
-    argv = ["--params", "1M", "--workers", "4", "--json", str(file), "--plot", str(figure)]
-    assert scaling.main(argv) == 0
-    numbers = json.loads(file.read_text())
-    assert len(numbers["rows"]) == 3 * 5
-    assert figure.stat().st_size > 10_000
-    for row in numbers["program_words"]:
-        assert 0.999 * row["best"] <= row["model"] <= 1.001 * row["worst"]
