@@ -1,6 +1,7 @@
 """`info.useful`: the received words that are not padding.
 
-The fuzz tests check for all combinations that it never exceeds the words.
+test_allreduce_contract.py checks for every allreduce that it never exceeds the words, and full and
+empty messages; test_oracles.py those of an allgather and of SparDL.
 """
 
 import math
@@ -28,17 +29,6 @@ def occupancy(allreduce, acc):
 
 def normal(workers):
     return helpers.hard_accumulators(workers, SIZE)["normal"]
-
-
-# test_oracles.py compares them for an allgather and for SparDL.
-@pytest.mark.parametrize("name", ["dense", "dense_bucketed", *helpers.slow("gtopk")])
-def test_full_messages_have_no_padding_and_empty_ones_nothing_else(name):
-    allreduce = table.make(name)
-    useful, words = occupancy(allreduce, normal(3))
-    assert useful == pytest.approx(words, rel=1e-6)
-    assert words > 0
-    if name == "gtopk":
-        assert occupancy(allreduce, 0 * normal(3)) == (0, words)
 
 
 @pytest.mark.slow
