@@ -1,8 +1,12 @@
 """Every transformation loses nothing, agrees on all workers, and can skip a step unchanged.
 
-Some of the steps have a gradient that is not finite; each row of the table is one program.
+Some of the steps have a gradient that is not finite. Each row of the table is one program, a scan,
+so the state keeps its shapes and dtypes. The words of a step are those of its program for a mesh,
+which lowers for CPUs and GPUs.
 """
 
+import functools
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +17,7 @@ import pytest
 
 import optax_ext
 import sparse_collectives as sc
-from tests.optax_ext.helpers import flat, normal, run
+from tests.optax_ext.helpers import flat, normal, run, traced_without_devices
 
 DENSITY, STEPS, SIZE = 0.1, 8, 101
 PARAMS = {"a": (9, 10), "b": (11,)}
@@ -50,8 +54,8 @@ def of(allreduce=None, selector=None, workers=(4,), quick=False, row=None, **opt
     return Row(tx, workers, quick, **(row or {}))
 
 
-def over_nodes(outer):
-    return of(ar.hierarchical(inner_axis="device", outer=outer), workers=(3, 2))
+def over_nodes(outer, **options):
+    return of(ar.hierarchical(inner_axis="device", outer=outer), workers=(3, 2), **options)
 
 
 def scheduled(schedule):
@@ -68,6 +72,7 @@ NARROW = ar.ok_topk(
 MOMENTUM = optax_ext.momentum_correction(0.9, masking=False)
 OK_TOPK = ar.ok_topk(density=DENSITY)
 NARROW_LEAVES = {"dtypes": ("bfloat16", "float16")}
+ROUNDS = {"every": 3, "local": optax.scale(-1.0), "row": {"rate": -1.0, "every": 3}}
 ROWS = {
     "ok_topk": of(OK_TOPK),
     "ok_topk of eight": of(OK_TOPK, workers=(8,)),
@@ -125,14 +130,33 @@ ROWS = {
         OK_TOPK, select.published.adtopk_threshold(density=DENSITY, steps=6, warmup=2, period=2)
     ),
     "layerwise": of(OK_TOPK, select.layerwise(select.threshold_reuse(density=DENSITY))),
-    "rounds, agreed": of(
-        *(ar.agreed(),), every=3, local=optax.scale(-1.0), row={"rate": -1.0, "every": 3}
-    ),
+    "rounds, agreed": of(ar.agreed(), **ROUNDS),
     "rounds, topk_a": of(
         every=2, quick=True, local=optax.scale(-1.0), row={"rate": -1.0, "every": 2}
     ),
-    "rounds, ok_topk": of(
-        *(OK_TOPK,), every=3, local=optax.scale(-1.0), row={"rate": -1.0, "every": 3}
+    "rounds, ok_topk": of(OK_TOPK, **ROUNDS),
+    **{
+        f"rounds, limit, {name}": of(exchange, limit=0.5, **ROUNDS)
+        for name, exchange in (
+            ("agreed, few bits", ar.agreed(bits=None)),
+            ("gtopk", ar.published.gtopk(density=DENSITY)),
+            ("dsar", ar.published.dsar_split_allgather()),
+            ("complete", ar.complete(OK_TOPK)),
+        )
+    },
+    "rounds, narrow leaves": of(
+        ar.agreed(bits=None),
+        quick=True,
+        limit=0.5,
+        **ROUNDS | {"row": ROUNDS["row"] | NARROW_LEAVES},
+    ),
+    "rounds, nodes": over_nodes(ar.topk_a(), **ROUNDS),
+    "one worker": of(workers=(1,), quick=True),
+    "one worker, ok_topk": of(OK_TOPK, workers=(1,)),
+    "one worker, dense steps": of(workers=(1,), dense_steps=2),
+    "sparse_sgd": Row(optax_ext.sparse_sgd(0.25, density=DENSITY, axis="w"), rate=-0.25),
+    "sparse_sgd in rounds": Row(
+        optax_ext.sparse_sgd(0.25, density=DENSITY, axis="w", every=2), rate=-0.25, every=2
     ),
     "powersgd": Row(optax_ext.powersgd(2, axis="w"), quick=True),
     "acp_sgd": Row(optax_ext.acp_sgd(2, axis="w"), quick=True),
@@ -147,8 +171,23 @@ def gradients(workers, dtypes):
         for (name, shape), dtype in zip(PARAMS.items(), dtypes, strict=True)
     }
     for step, (name, value) in BAD.items():
-        given[name].reshape(STEPS, np.prod(workers), -1)[step, step % 3, 7] = value
+        given[name].reshape(STEPS, np.prod(workers), -1)[
+            step, step % min(3, np.prod(workers)), 7
+        ] = value
     return given
+
+
+def steps_of(row):
+    given = gradients(row.workers, row.dtypes)
+    return run(row.tx, given, NODES if len(row.workers) > 1 else "w")
+
+
+def traced(row, shapes):
+    """A step on absent devices, with parameters of these shapes."""
+    like = zip(shapes.items(), row.dtypes, strict=True)
+    like = {name: jax.ShapeDtypeStruct(shape, dtype) for (name, shape), dtype in like}
+    axes = dict(zip(NODES if len(row.workers) > 1 else "w", row.workers))
+    return traced_without_devices(row.tx, like, axes)
 
 
 def summed(rows, state, workers, of_dense=()):
@@ -167,14 +206,15 @@ def behind(sums):
     return np.concatenate([np.zeros((1, SIZE)), sums[:-1]])
 
 
-@pytest.mark.parametrize(
-    "row",
-    [pytest.param(r, id=n, marks=() if r.quick else pytest.mark.slow) for n, r in ROWS.items()],
-)
+def cases(rows):
+    return [pytest.param(r, id=n, marks=() if r.quick else pytest.mark.slow) for n, r in rows]
+
+
+@pytest.mark.parametrize("row", cases(ROWS.items()))
 @pytest.mark.one_in(2)
 def test_nothing_is_lost_all_agree_and_a_skipped_step_changes_nothing(row):
     given, p = gradients(row.workers, row.dtypes), int(np.prod(row.workers))
-    found = run(row.tx, given, NODES if len(row.workers) > 1 else "w")
+    found = steps_of(row)
     state, updates = found.state, flat(found.updates, (STEPS, p))
     assert (updates == updates[:, :1]).all()
     for shared in (state.count, state.skipped, state.info.delivered, state.info.words):
@@ -210,3 +250,56 @@ def test_nothing_is_lost_all_agree_and_a_skipped_step_changes_nothing(row):
     expected = row.decay * behind(kept) + sums
     np.testing.assert_allclose(applied[taken], expected[taken], rtol=1e-5, atol=1e-5)
     assert jnp.isfinite(kept).all()
+
+
+@pytest.mark.parametrize("row", cases(ROWS.items()))
+@pytest.mark.one_in(2)
+def test_words_of_a_step_are_those_of_its_program(row):
+    """And of the agreement on whether it is taken, except in rounds."""
+    p, program = int(np.prod(row.workers)), traced(row, PARAMS)
+    found = np.reshape(steps_of(row).state.info.words, (STEPS, p))[:, 0]
+    assert (found > 0).any() == (p > 1)
+    exchanged = found[found > 0] + (2 * (p - 1) / p if row.every == 1 else 0)
+    least, most = (
+        sc.traffic.of_traced(program, conditional=x).collectives for x in ("best", "worst")
+    )
+    fits = np.zeros(exchanged.shape, bool)
+    # What is done in some steps only is in a scope of its own, or is one of several there.
+    rest = {
+        r.scope: sum(x.words for x in most if x.scope == r.scope) for r in most if r.weight != 1
+    }
+    parts = [[0, rest[scope], *(r.words for r in most if r.scope == scope)] for scope in rest]
+    always = [sum(r.words for r in ways if r.scope not in rest) for ways in (least, most)]
+    for some in itertools.product(*parts):
+        low, high = (words + sum(some) for words in always)
+        fits |= (exchanged > low - 1e-2) & (exchanged < high + 1e-2)
+    assert fits.all()
+
+
+ADAMW = functools.partial(optax_ext.sparse_adamw, 0.1, axis="w")
+# Whole optimizers whose local moments decide what is added up.
+ALSO = {
+    "sparse_adamw": Row(ADAMW(), quick=True),
+    "sparse_adamw, factors": Row(ADAMW(moments="factors")),
+    "sparse_adamw in rounds": Row(ADAMW(every=3)),
+    "threshold_reuse": of(OK_TOPK, select.threshold_reuse(density=DENSITY)),
+    "local_steps": Row(
+        optax_ext.local_steps(
+            optax.adamw(0.1), optax.chain(optax_ext.dense(axis="w"), optax.sgd(1.0)), every=3
+        )
+    ),
+    "bucketed": Row(optax_ext.bucketed(optax_ext.topk_a(DENSITY, axis="w"), 2)),
+    "multi_steps": Row(
+        optax_ext.multi_steps(optax.chain(optax_ext.topk_a(DENSITY, axis="w"), optax.sgd(0.1)), 2)
+    ),
+}
+# Large enough for the paths of large buffers.
+LARGE = {"a": (2048, 2048), "b": (1024,)}
+
+
+@pytest.mark.parametrize("row", cases((ROWS | ALSO).items()))
+@pytest.mark.one_in(2)
+def test_step_of_the_size_of_a_model_lowers_for_cpu_and_cuda(row):
+    program = traced(row, LARGE)
+    for platform in ("cpu", "cuda"):
+        assert "stablehlo" in program.lower(lowering_platforms=(platform,)).as_text()

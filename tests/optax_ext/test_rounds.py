@@ -14,14 +14,12 @@ import optax_ext
 import sparse_collectives as sc
 from optax_ext._step import _accumulation
 from tests.optax_ext.helpers import (
-    NODES,
     PARAMS,
     batch_of,
     fails_in_the_step,
     loss_fn,
     mesh,
     normal,
-    over_nodes,
     plain_sum,
     refused,
     run,
@@ -131,42 +129,6 @@ def test_the_words_are_those_of_the_exchange_in_its_step_alone():
     thresholds = found.local_threshold[:, 0, 0]
     assert thresholds[2] == thresholds[3] == thresholds[4] != thresholds[5]
     assert (found.threshold_drift[:, 0, 0] != 0).tolist() == [False] * 5 + [True, False]
-
-
-EXCHANGES = {
-    "agreed": sc.allreduce.agreed(bits=None),
-    "ok_topk": sc.allreduce.ok_topk(density=0.1),
-    "gtopk": sc.allreduce.published.gtopk(density=0.1),
-    "dsar": sc.allreduce.published.dsar_split_allgather(),
-    "complete": sc.allreduce.complete(sc.allreduce.ok_topk(density=0.1)),
-}
-
-
-@pytest.mark.parametrize("name", ["agreed", *map(slow, [x for x in EXCHANGES if x != "agreed"])])
-@pytest.mark.parametrize("dtype", [slow(jnp.float32), jnp.bfloat16])
-def test_nothing_is_lost(name, dtype):
-    given = normal((7, WORKERS, SIZE)).astype(dtype)
-    tx = optax_ext.sparse_allreduce(
-        *(sc.select.topk(density=0.1), EXCHANGES[name]),
-        axis="w",
-        local=MINUS,
-        every=EVERY,
-        limit=0.5,
-    )
-    found = run(tx, given)
-    applied = found.updates[:, 0].astype(np.float64)
-    assert [bool(x.any()) for x in applied] == [False, False, True, False, False, True, False]
-    total = WORKERS * applied.cumsum(0) + found.residuals.astype(np.float64).sum(1)
-    np.testing.assert_allclose(total, -given.astype(np.float64).sum(1).cumsum(0), atol=2e-5)
-    assert (found.updates == found.updates[:, :1]).all()
-
-
-def test_nothing_is_lost_in_nodes():
-    given = normal((5, 2, 2, SIZE))
-    found = run(over_nodes(sc.allreduce.topk_a(), local=MINUS, every=2), given, axis=NODES)
-    applied = found.updates[:, 0, 0].astype(np.float64).cumsum(0)
-    kept = found.state.residual.astype(np.float64)[..., 0, :].sum(1).reshape(5, -1)[:, :SIZE]
-    np.testing.assert_allclose(4 * applied + kept, -given.sum((1, 2)).cumsum(0), atol=2e-5)
 
 
 @pytest.mark.parametrize("step", [1, 2], ids=["in between", "at the exchange"])
