@@ -123,7 +123,13 @@ def test_a_selector_or_codec_has_the_types_that_it_has_without(x64, name, dtype)
 # Allreduces that trace for long have one number of workers, and Ok-Topk itself has both.
 LONG = ("complete ok_topk", "ok_topk", "ok_topk rotation, 2 messages in flight")
 LONG += ("ok_topk all_to_all", "ok_topk, balanced regions", "ok_topk, messages of several sizes")
-LONG += ("ok_topk, no slack", "auto, ok_topk", "ring_sparse", "ok_topk, lossy", "ring_sparse, lossy")
+LONG += (
+    "ok_topk, no slack",
+    "auto, ok_topk",
+    "ring_sparse",
+    "ok_topk, lossy",
+    "ring_sparse, lossy",
+)
 
 
 @pytest.mark.parametrize(
