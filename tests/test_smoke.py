@@ -134,7 +134,7 @@ def same_on_both(_: str, numbers: Any) -> bool:
 
 
 def predicted(_: str, numbers: Any) -> bool:
-    """The words of the model are those of the programs."""
+    """The model has the words of the programs."""
     for row in numbers["program_words"]:
         assert 0.999 * row["best"] <= row["model"] <= 1.001 * row["worst"]
     return len(numbers["rows"]) == 3 * 5
@@ -146,7 +146,7 @@ def last_row(out: str) -> list[str]:
 
 STEPS = "--workers 2 --points 2 --seeds 1 --text {folder}/fox "
 FOUR = f"{STEPS} --steps 4 --width 8 --batch 4 --rates 0.01"
-# Of dense rounds, 2 n (P-1)/P words in four steps, in units of k (P-1)/P for k = n / 100.
+# Dense rounds receive 2 n (P-1)/P words in four steps, in units of k (P-1)/P for k = n / 100.
 IN_ROUNDS = "--options optimizer=diloco every=4 --only none"
 SIXTY = f"{STEPS} --steps 60 --batch 8 --rates 0.02 --width 8 --task"
 # A loss starts at the logarithm of the alphabet or of the vocabulary, an accuracy at 10 %.

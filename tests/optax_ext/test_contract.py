@@ -1,8 +1,8 @@
 """Every transformation loses nothing, agrees on all workers, and can skip a step unchanged.
 
 Some of the steps have a gradient that is not finite. Each row of the table is one program, a scan,
-so the state keeps its shapes and dtypes. The words of a step are those of its program for a mesh,
-which lowers for CPUs and GPUs.
+so the state keeps its shapes and dtypes. The words of a step are the words of its program for a
+mesh, which lowers for CPUs and GPUs.
 """
 
 import functools
@@ -264,7 +264,7 @@ def test_words_of_a_step_are_those_of_its_program(row):
         sc.traffic.of_traced(program, conditional=x).collectives for x in ("best", "worst")
     )
     fits = np.zeros(exchanged.shape, bool)
-    # What is done in some steps only is in a scope of its own, or is one of several there.
+    # Collectives of some steps only have a scope of their own, or take turns in one.
     rest = {
         r.scope: sum(x.words for x in most if x.scope == r.scope) for r in most if r.weight != 1
     }

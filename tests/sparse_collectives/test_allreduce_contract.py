@@ -1,7 +1,7 @@
 """The contract of every allreduce, over the table of all of them.
 
 Each row and number of workers is one program: nothing is lost, all workers have the same bits, the
-state keeps its types, the reported words are those of the traced program, and one worker exchanges
+state keeps its types, the reported words are the words of the traced program, and one worker exchanges
 nothing. A second program has values of 16 bits.
 """
 

@@ -1,7 +1,7 @@
 """`info.useful`: the received words that are not padding.
 
 test_allreduce_contract.py checks for every allreduce that it never exceeds the words, and full and
-empty messages; test_oracles.py those of an allgather and of SparDL.
+empty messages; test_oracles.py compares an allgather and SparDL with their papers.
 """
 
 import math
