@@ -1,8 +1,8 @@
 """The contract of every allreduce, over the table of all of them.
 
 Each row and number of workers is one program: nothing is lost, all workers have the same bits, the
-state keeps its types, the reported words are the words of the traced program, and one worker exchanges
-nothing. A second program has values of 16 bits.
+state keeps its types, the reported words are the words of the traced program, and one worker
+exchanges nothing. A second program has values of 16 bits.
 """
 
 import contextlib
