@@ -37,7 +37,7 @@ def printed(capsys, main, options):
 # The settings of the notebook's plots do not change other tests.
 @plt.rc_context()
 @pytest.mark.slow
-def test_the_notebook_runs_and_prints_what_it_shows(capsys):
+def test_notebook_runs_and_prints_what_it_shows(capsys):
     """It runs from top to bottom in one namespace, as in a kernel."""
     cells = json.loads((EXAMPLES / "one_step.ipynb").read_text())["cells"]
     cells = [cell for cell in cells if cell["cell_type"] == "code"]
@@ -63,7 +63,7 @@ def test_the_notebook_runs_and_prints_what_it_shows(capsys):
     assert forgotten > 1.3 * kept
 
 
-def test_the_list_of_examples_is_whole():
+def test_list_of_examples_is_whole():
     listed = set(re.findall(r"\]\(([\w./]+)\)", (EXAMPLES / "README.md").read_text()))
     files = [x for x in EXAMPLES.iterdir() if x.suffix in (".py", ".ipynb")]
     assert {x.name for x in files} <= listed
@@ -112,7 +112,7 @@ def test_differences_are_of_the_same_images():
     assert "within the noise" in _report.remarks(_report.summary(same, options()))[0]
 
 
-def test_a_gap_to_dense_in_a_short_run_is_explained():
+def test_digits_explains_a_gap_to_dense_in_a_short_run():
     def explained(runs, steps):
         given = _report.summary(runs, options("--steps", str(steps)))
         return f"{steps} steps are a short run" in "".join(_report.remarks(given))
@@ -122,7 +122,7 @@ def test_a_gap_to_dense_in_a_short_run_is_explained():
     assert not explained({"dense": RUNS["dense"], "other": RUNS["dense"]}, 400)
 
 
-def test_the_figure_goes_to_the_temporary_folder_and_is_named(tmp_path, monkeypatch, capsys):
+def test_digits_names_its_figure_in_the_temporary_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train_digits, "optimizers", lambda _: dict.fromkeys(RUNS))
     monkeypatch.setattr(train_digits, "train", Mock(side_effect=RUNS.values()))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -137,7 +137,7 @@ def test_the_figure_goes_to_the_temporary_folder_and_is_named(tmp_path, monkeypa
     assert set(tmp_path.parent.iterdir()) == before
 
 
-def test_a_run_that_ends_early_leaves_no_folder(tmp_path, monkeypatch, capsys):
+def test_digits_that_ends_early_leaves_no_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(train_digits, "train", Mock(side_effect=KeyboardInterrupt))
     assert train_digits.main([]) == 130

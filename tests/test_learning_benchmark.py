@@ -144,13 +144,13 @@ def test_runs_over_links_are_kept_and_not_made_again(tmp_path, of_seconds, capsy
         (b"\xff\n", "cannot read"),
     ],
 )
-def test_another_file_is_one_line(tmp_path, content, message, capsys):
+def test_runs_in_another_file_are_one_line(tmp_path, content, message, capsys):
     path = tmp_path / "runs"
     path.write_bytes(content)
     assert message in refused(steps.main, ["--runs", str(path), "--show"], capsys)
 
 
-def test_every_contestant_can_be_made():
+def test_contestants_can_all_be_made():
     made = [make(0.1, 9).exchange for x in _tasks.KINDS for make in contestants(x, 0.5).values()]
     groups = _contestants.over_links().values()
     made += [make(lambda count: 0.1) for group in groups for make in group.values()]
@@ -160,7 +160,7 @@ def test_every_contestant_can_be_made():
 # The clock of seconds.
 
 
-def test_the_rate_comes_to_its_end_with_the_budget():
+def test_learning_rate_comes_to_its_end_with_the_budget():
     rates = _clock.rates_at(0.3, [0.0, 0.025, 0.05, 1.0, 1.1])
     np.testing.assert_allclose(rates, [0.015, 0.1575, 0.3, 0.003, 0.003], rtol=1e-5)
 
@@ -216,7 +216,7 @@ def test_pytorch_has_the_same_networks():
 # Steps over links.
 
 
-def test_a_round_is_as_slow_as_its_slowest_worker(monkeypatch, capsys, tmp_path):
+def test_step_times_are_those_of_the_slowest_worker(monkeypatch, capsys, tmp_path):
     times = {name: [8.0, 8.0] for name in step_times.GROUPS["buckets"]}
     times |= {"nothing exchanged": [2.0, 4.0], "dense, 4 buckets": [5.0, 10.0]}
 
@@ -236,7 +236,7 @@ def test_a_round_is_as_slow_as_its_slowest_worker(monkeypatch, capsys, tmp_path)
     assert (tmp_path / "times.json").exists()
 
 
-def test_what_exchanges_nothing_computes_all_of_the_gradient():
+def test_contestant_that_exchanges_nothing_computes_all_of_the_gradient():
     tree = {"a": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(4)}
     tx = _contestants.over_links()["buckets"][NOTHING](lambda count: 0.1)
 
@@ -251,7 +251,7 @@ def test_what_exchanges_nothing_computes_all_of_the_gradient():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [DENSE, "sparse_adamw"])
-def test_a_grid_has_the_losses_of_single_trainings(text, name):
+def test_grid_has_the_losses_of_single_trainings(text, name):
     """Sums are in another order, so another entry may be the last one above a threshold."""
     tolerance = 1e-5 if name == DENSE else 3e-3
     task, make = _tasks.make("text", 8, Path(text[1]), None), contestants("text")[name]

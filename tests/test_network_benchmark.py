@@ -47,7 +47,7 @@ def test_predicted_bytes_are_of_the_steps_if_these_say_and_else_of_the_program()
     assert predicted(point(words=[], program_words=None)) is None
 
 
-def test_the_parts_of_a_step_add_up():
+def test_breakdown_of_a_step_adds_up():
     local = [point(method="dense/leaves", seconds=[0.5]), point(seconds=[1.5])]
     everything = found([point(), point(link="none", seconds=[2.5])], local)
     parts = {"rest": 0.5, "sparsification": 1.0, "communication": 2.5, "of_it_unlimited": 1.0}

@@ -217,7 +217,7 @@ def cases(rows):
 
 @pytest.mark.parametrize("row", cases(ROWS.items()))
 @pytest.mark.one_in(2)
-def test_nothing_is_lost_all_agree_and_a_skipped_step_changes_nothing(row):
+def test_transformations_lose_nothing_agree_and_skip_a_step_unchanged(row):
     given, p = gradients(row.workers, row.dtypes), int(np.prod(row.workers))
     found = steps_of(row)
     state, updates = found.state, flat(found.updates, (STEPS, p))

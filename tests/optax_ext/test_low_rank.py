@@ -89,7 +89,7 @@ def step_words(method, rows):
 
 
 @one_slow
-def test_a_step_is_what_the_paper_says(method):
+def test_low_rank_step_is_what_the_paper_says(method):
     start, found = steps_of(method)
     acc = accumulated(found, gradients())
     left, right = start.allreduce if method == "acp_sgd" else (None, start.allreduce.right)
@@ -135,7 +135,7 @@ def test_zeros_are_no_nan_and_no_dead_end(method):
 
 
 @both
-def test_a_sum_that_is_too_large_stays_with_the_workers(method):
+def test_low_rank_sum_that_is_too_large_stays_with_the_workers(method):
     given = changed("w", (1, 2, 0, 0), 3e38)
     _, found = steps_of(method, given)
     assert found.state.withheld[:, 0].tolist() == [18 * 16 * step for step in range(STEPS)]
@@ -190,7 +190,7 @@ def loss_fn(params, x):
 
 @pytest.mark.slow
 @both
-def test_it_trains_a_step_ahead_in_a_checked_step(method):
+def test_low_rank_trains_a_step_ahead_in_a_checked_step(method):
     """SGD whose residual is an update of the parameters."""
     rate, ahead = optax.scale_by_learning_rate(0.1), optax_ext.residual(step_ahead=1.0)
     tx = METHODS[method](2, axis="data", local=rate, residual=ahead)
@@ -207,7 +207,7 @@ def test_it_trains_a_step_ahead_in_a_checked_step(method):
     ("shape", "rows", "cols"),
     [((5, 7), 5, 7), ((1, 1, 64, 256), 64, 256), ((512, 8, 64), 512, 512), ((9,), 1, 9)],
 )
-def test_how_leaves_are_matrices(shape, rows, cols):
+def test_leaves_are_matrices_of_these_sides(shape, rows, cols):
     assert _matrices.sides(shape) == (rows, cols)
 
 
@@ -223,7 +223,7 @@ COLUMNS = {
 
 
 @pytest.mark.parametrize("case", COLUMNS)
-def test_a_basis_is_orthonormal_whatever_the_columns(case):
+def test_basis_is_orthonormal_whatever_the_columns(case):
     x = COLUMNS[case](normal((50, 4)))
     basis = np.asarray(_factors.basis(jnp.asarray(x)), np.float64)
     np.testing.assert_allclose(basis.T @ basis, np.eye(4), atol=1e-5)
@@ -251,7 +251,7 @@ def test_wrong_options(method, options, message):
 
 
 @both
-def test_without_matrices_all_is_dense_and_without_leaves_nothing_is_done(method):
+def test_low_rank_without_matrices_is_dense_and_without_leaves_nothing(method):
     vectors = {"b": jnp.zeros(3), "scale": jnp.zeros(())}
     for params in (vectors, {}):
         state = optax_ext.init_state(METHODS[method](4, axis="data"), params, {"data": 2})

@@ -161,7 +161,7 @@ def types_of(state):
 
 @pytest.mark.parametrize(("row", "workers", "shape"), list(cases()))
 @pytest.mark.one_in(2)
-def test_nothing_is_lost_all_workers_agree_and_the_state_keeps_its_types(row, workers, shape):
+def test_allreduces_lose_nothing_agree_report_their_words_and_keep_types(row, workers, shape):
     types = types_of(initial(row, SIZE, workers, shape))
     for name, acc in helpers.hard_accumulators(workers, SIZE).items():
         if workers == 1 and name == "subnormal":

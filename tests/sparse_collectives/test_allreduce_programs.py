@@ -63,7 +63,7 @@ ON_A_MESH += OK_TOPK
     ],
 )
 @pytest.mark.one_in(2)
-def test_on_a_mesh_the_total_is_replicated(name, check_vma, workers):
+def test_total_on_a_mesh_is_replicated(name, check_vma, workers):
     allreduce = ROWS[name].allreduce
     helpers.check_replicated_on_a_mesh(
         SELECTOR, allreduce, SIZE, check_vma=check_vma, workers=workers
@@ -103,7 +103,7 @@ def test_message_sizes_past_an_int32_are_no_error(name, workers):
     assert info.useful.dtype == jnp.float32
 
 
-def test_what_is_the_same_on_all_workers_is_exchanged_under_vmap():
+def test_values_that_are_the_same_on_all_workers_are_exchanged_under_vmap():
     """For example initial zeros, which vmap does not treat as different."""
 
     def step(x):

@@ -87,7 +87,7 @@ def test_float64_loses_nothing_but_its_rounding(x64, name, workers):
 
 
 @pytest.mark.parametrize("name", [*NARROW, "bf16", "narrow16", "qsgd"])
-def test_what_selects_or_rounds_refuses_it(x64, name):
+def test_float64_is_refused_by_what_selects_or_rounds(x64, name):
     allreduce, match = NARROW.get(name), r"coo\.values must be float32.*got float64.*Cast it"
     if allreduce is None:
         allreduce, match = sc.allreduce.topk_a(codec=getattr(sc.wire, name)()), "got float64"
@@ -102,7 +102,7 @@ def of_64_bits(tree):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", [*SELECTORS, *SHORT_CODECS])
 @pytest.mark.one_in(3)
-def test_a_selector_or_codec_has_the_types_that_it_has_without(x64, name, dtype):
+def test_selectors_and_codecs_have_the_types_that_they_have_without_x64(x64, name, dtype):
     if name in SHORT_CODECS:
         codec = SHORT_CODECS[name]()
 
@@ -142,7 +142,7 @@ LONG += (
     ],
 )
 @pytest.mark.one_in(3)
-def test_an_allreduce_has_the_types_that_it_has_without(x64, name, workers):
+def test_allreduces_have_the_types_that_they_have_without_x64(x64, name, workers):
     allreduce = ALLREDUCES[name].allreduce
 
     def step(coo, state):
