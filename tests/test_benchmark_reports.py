@@ -62,7 +62,7 @@ def assert_one_line(program, path, capsys):
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_a_good_file_is_read(program, tmp_path, capsys):
+def test_report_that_is_good_is_read(program, tmp_path, capsys):
     path = tmp_path / "good.json"
     argv, content = PROGRAMS[program]
     reports.write(path, content)
@@ -74,7 +74,7 @@ def test_a_good_file_is_read(program, tmp_path, capsys):
 
 @pytest.mark.parametrize("content", MALFORMED.values(), ids=MALFORMED)
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_a_file_of_something_else_is_one_line(program, content, tmp_path, capsys):
+def test_report_of_something_else_is_one_line(program, content, tmp_path, capsys):
     path = tmp_path / "bad.json"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     message = assert_one_line(program, path, capsys)
@@ -84,7 +84,7 @@ def test_a_file_of_something_else_is_one_line(program, content, tmp_path, capsys
 
 
 @pytest.mark.parametrize(("program", "place", "value"), CHANGES)
-def test_one_wrong_value_is_one_line(program, place, value, tmp_path, capsys):
+def test_report_with_one_wrong_value_is_one_line(program, place, value, tmp_path, capsys):
     path = tmp_path / "bad.json"
     content = copy.deepcopy(PROGRAMS[program][1])
     inner = content
@@ -95,7 +95,7 @@ def test_one_wrong_value_is_one_line(program, place, value, tmp_path, capsys):
     assert_one_line(program, path, capsys)
 
 
-def test_a_report_is_written_whole_or_not_at_all(tmp_path):
+def test_report_is_written_whole_or_not_at_all(tmp_path):
     path = tmp_path / "report.json"
     reports.write(path, {"a": np.arange(3), "b": np.float32(0.5)})
     assert json.loads(path.read_text()) == {"a": [0, 1, 2], "b": 0.5}

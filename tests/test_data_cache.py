@@ -91,7 +91,9 @@ def from_source(count):
     ("samples_of", "room", "calls"),
     [(None, 60, (60, 60)), (Prepare(), 60, (60, 0)), (None, 5, (170, 170)), (None, 0, (180, 180))],
 )
-def test_an_epoch_is_from_memory_and_another_run_from_disk(opened, samples_of, room, calls):
+def test_cache_reads_an_epoch_from_memory_and_another_run_from_disk(
+    opened, samples_of, room, calls
+):
     """Memory keeps its samples, as far as it has room."""
     source, limit = Numbers(60), room * SAMPLE_BYTES + 1
     for first, prepared in zip((from_source(60), Counter(disk_hits=60)), calls):
@@ -111,7 +113,7 @@ def test_an_epoch_is_from_memory_and_another_run_from_disk(opened, samples_of, r
     assert read_all(nothing) == read_all(nothing) == from_source(60)
 
 
-def test_a_disk_level_of_something_else_is_refused(opened):
+def test_disk_level_of_something_else_is_refused(opened):
     records = opened(stamp(Numbers()))
     samples = opened(stamp(Numbers(), Prepare()), name="samples")
     others = (records, Numbers(identity="x")), (records, Numbers(13)), (samples, Numbers())
@@ -158,7 +160,7 @@ def count_of_first(disk, count):
     return there
 
 
-def test_an_entry_that_is_not_as_written_is_fetched_again_and_counted(opened):
+def test_entry_that_is_not_as_written_is_fetched_again_and_counted(opened):
     source = Numbers()
     disk = opened(stamp(source))
     read_all(DataCache(source, Prepare(), disk=disk))
@@ -224,7 +226,7 @@ def test_processes_share_a_folder_and_one_that_is_killed_leaves_whole_entries(op
 
 
 @pytest.mark.parametrize("keep", [0, 50, 4096, 9000, -1])
-def test_a_file_that_is_cut_off_gives_no_wrong_entry(opened, keep, capsys):
+def test_cache_file_that_is_cut_off_gives_no_wrong_entry(opened, keep, capsys):
     disk = opened(fill=20)
     disk.close()
     file = disk.folder / "cache.db"
@@ -241,7 +243,7 @@ def test_a_file_that_is_cut_off_gives_no_wrong_entry(opened, keep, capsys):
     ("limit", "why"),
     [(10**5, "its limit of 100,000 bytes is reached"), (10**9, "database or disk is full")],
 )
-def test_what_is_full_is_said_once_and_keeps_what_it_has(opened, limit, why, capsys):
+def test_cache_that_is_full_says_so_once_and_keeps_what_it_has(opened, limit, why, capsys):
     """It is full by its limit, or by SQLite's error of a full disk, from a limit of pages.
 
     An entry that can't be read is missing.
@@ -258,7 +260,7 @@ def test_what_is_full_is_said_once_and_keeps_what_it_has(opened, limit, why, cap
     assert capsys.readouterr().err == said
 
 
-def test_a_cache_or_folder_of_something_else_is_refused_and_left_alone(opened, tmp_path):
+def test_cache_or_folder_of_something_else_is_refused_and_left_alone(opened, tmp_path):
     disk = opened(fill=20)
     before = sql(disk, "SELECT key, value FROM Cache")
     for name, value in {"format": 3, "source": "t", "size": 99, "entries": "samples, p"}.items():

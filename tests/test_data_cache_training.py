@@ -17,7 +17,7 @@ from data_cache.images import Decode, Digits, ImageFolder, Throttled
 pytestmark = pytest.mark.usefixtures("default_promotion")
 
 
-def test_a_throttled_source_takes_latency_and_bytes(monkeypatch):
+def test_throttled_source_takes_latency_and_bytes(monkeypatch):
     """The clock advances for successive reads, and stands still for three reads at once."""
     records = [index.to_bytes(3000, "little") for index in range(12)]
     source = type("Records", (list,), {"identity": "records", "names": range(12)})(records)
@@ -38,7 +38,7 @@ def folder_of_images(folder, count):
             image.save(folder / name / f"{number}.png")
 
 
-def test_a_folder_of_images_is_its_files_and_classes(tmp_path):
+def test_folder_of_images_is_its_files_and_classes(tmp_path):
     folder_of_images(tmp_path, 2)
     with pytest.raises(CacheError, match="no-such-folder holds no images"):
         ImageFolder(tmp_path / "no-such-folder")
@@ -91,7 +91,7 @@ def indices(batches):
 
 
 @pytest.mark.parametrize(("threads", "count"), [(0, 24), (3, 24), (0, 26)])
-def test_a_worker_reads_its_own_share_in_a_new_order_in_each_epoch(threads, count):
+def test_loader_reads_its_own_share_in_a_new_order_in_each_epoch(threads, count):
     """With 26 samples, two workers have 9, and all take the steps of the one with 8."""
     for worker in range(3):
         samples, share = Samples(count), set(range(worker, count, 3))
@@ -120,7 +120,7 @@ def test_augmentation_is_behind_the_cache_and_other_in_each_epoch_and_worker():
     assert (prepare.call_count, cache[7]["x"]) == (450, 0)
 
 
-def test_a_share_that_there_is_not_and_a_source_that_fails_are_one_line():
+def test_loader_names_a_share_that_there_is_not_and_a_source_that_fails():
     for batch, worker in ((4, 3), (9, 0), (0, 0)):
         what = f"a batch of {batch} of 8 samples, worker {worker} of 3"
         with pytest.raises(CacheError, match=what):
@@ -142,7 +142,7 @@ def rows(out):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("holds", ["records", "samples"])
-def test_a_training_from_the_cache_learns_and_says_where_samples_came_from(tmp_path, capsys, holds):
+def test_training_from_the_cache_learns_and_says_where_samples_came_from(tmp_path, capsys, holds):
     """Each of 4 workers has 336 or 337 of the 1,347 digits, and takes 21 batches of 16."""
     argv = [*QUICK, "--epochs", "4", "--cache", str(tmp_path / "cache"), "--holds", holds]
     assert train_cached.main(argv) == 0
@@ -165,7 +165,7 @@ def test_a_training_from_the_cache_learns_and_says_where_samples_came_from(tmp_p
 
 
 @pytest.mark.slow
-def test_a_folder_of_images_and_a_full_disk_level_is_one_line(tmp_path, capsys):
+def test_training_with_a_full_disk_level_says_one_line(tmp_path, capsys):
     folder_of_images(tmp_path, 8)
     argv = ["--data", str(tmp_path), "--size", "16", "--batch", "8", "--epochs", "2", *QUICK[:4]]
     argv += ["--cache", str(tmp_path / "cache"), "--disk-limit", "0.001"]

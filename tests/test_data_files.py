@@ -34,7 +34,7 @@ def idx(shape, content):
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 @pytest.mark.parametrize("shape", [(6,), (1, 2, 3), (3, 0, 2)])
-def test_an_idx_file_is_read_as_it_was_written(shape, suffix, tmp_path):
+def test_idx_file_is_read_as_it_was_written(shape, suffix, tmp_path):
     expected = np.arange(np.prod(shape), dtype=np.uint8).reshape(shape)
     path = tmp_path / f"numbers{suffix}"
     path.write_bytes(PACKED[suffix](idx(shape, expected.tobytes())))
@@ -54,13 +54,13 @@ def test_an_idx_file_is_read_as_it_was_written(shape, suffix, tmp_path):
         (idx((2**32 - 1,) * 4, b"abc"), "holds less than the 3402823"),
     ],
 )
-def test_a_malformed_idx_file_is_one_line(content, message, suffix, tmp_path):
+def test_idx_file_that_is_malformed_is_one_line(content, message, suffix, tmp_path):
     path = tmp_path / f"numbers{suffix}"
     path.write_bytes(PACKED[suffix](content))
     assert message in refusal(read_idx, path)
 
 
-def test_a_damaged_idx_archive_is_one_line(tmp_path):
+def test_idx_archive_that_is_damaged_is_one_line(tmp_path):
     content, path = gzip.compress(idx((100,), bytes(range(100)))), tmp_path / "numbers.gz"
     wrong_sum = content[:-8] + bytes([content[-8] ^ 1]) + content[-7:]
     for damaged in (content[:5], content[:30], content[:-5], wrong_sum):
@@ -93,7 +93,7 @@ def rows_of(rows):
 
 
 @pytest.mark.parametrize("suffix", PACKED)
-def test_a_libsvm_file_is_read_as_it_was_written(suffix, tmp_path):
+def test_libsvm_file_is_read_as_it_was_written(suffix, tmp_path):
     matrix, labels, text = rows_of(60)
     path = tmp_path / f"rows{suffix}"
     path.write_bytes(PACKED[suffix](text))
@@ -121,7 +121,7 @@ def test_a_libsvm_file_is_read_as_it_was_written(suffix, tmp_path):
         ("", "has no rows"),
     ],
 )
-def test_a_malformed_libsvm_file_is_one_line_that_names_the_place(text, message, tmp_path):
+def test_libsvm_file_that_is_malformed_is_one_line_that_names_the_place(text, message, tmp_path):
     path = tmp_path / "bad"
     path.write_text(text + "\n")
     assert message in refusal(data.read, path, 5, (-1.0, 1.0))
@@ -129,7 +129,7 @@ def test_a_malformed_libsvm_file_is_one_line_that_names_the_place(text, message,
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".bz2"])
-def test_of_a_damaged_packed_file_come_the_right_rows_or_none(suffix, tmp_path):
+def test_libsvm_archive_that_is_damaged_gives_the_right_rows_or_none(suffix, tmp_path):
     """Bits are flipped in the head, the content and the checksums, and the end is cut off."""
     *_, text = rows_of(30)
     content, path = PACKED[suffix](text), tmp_path / f"rows{suffix}"

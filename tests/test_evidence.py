@@ -56,7 +56,7 @@ def run(tmp_path, monkeypatch):
 # Stored results.
 
 
-def test_every_claim_has_a_source_and_a_rule_or_a_reason():
+def test_claims_have_a_source_and_a_rule_or_a_reason():
     assert len(CLAIMS) >= 40
     assert len({claim.name for claim in CLAIMS}) == len(CLAIMS)
     for claim in CLAIMS:
@@ -80,7 +80,7 @@ def test_kept_results_are_small_and_of_claims_that_there_are():
                 )
 
 
-def test_the_kept_lines_of_figures_are_those_that_there_are():
+def test_kept_lines_of_figures_are_those_that_there_are():
     file = KEPT / "figures" / "curves.json"
     assert file.stat().st_size < 150_000
     kept = json.loads(file.read_text())["series"]
@@ -91,7 +91,7 @@ def test_the_kept_lines_of_figures_are_those_that_there_are():
     assert {path.stem for path in KEPT.glob("figures/*.png")} == set(FIGURES)
 
 
-def test_the_page_is_what_the_kept_results_give():
+def test_page_is_what_the_kept_results_give():
     # The ages on the page are from its writing: code may change without new measurements.
     written = (KEPT / "index.md").read_text(encoding="utf-8")
     assert unmarked(written) == unmarked(page(Store(KEPT)))
@@ -99,7 +99,7 @@ def test_the_page_is_what_the_kept_results_give():
 
 
 @pytest.mark.parametrize("name", QUICKEST)
-def test_what_is_exact_is_measured_as_it_is_kept(name):
+def test_exact_claims_are_measured_as_they_are_kept(name):
     claim = CHECKED[name]
     numbers = claim.check(0, True)
     assert set(numbers) >= {bound.name for bound in claim.rule}
@@ -114,7 +114,7 @@ def test_what_is_exact_is_measured_as_it_is_kept(name):
 # The code that a result comes from.
 
 
-def test_a_check_is_of_all_files_that_it_can_import_and_of_no_others():
+def test_check_is_of_all_files_that_it_can_import_and_of_no_others():
     found = {x.relative_to(ROOT).as_posix() for x in _code.reached(EVIDENCE / "_words.py")}
     assert {"sparse_collectives/traffic/_collectives.py", "benchmarks/network/_volumes.py"} <= found
     assert "sparse_collectives/allreduce/_ok_topk/_ok_topk.py" in found
@@ -126,7 +126,7 @@ def test_a_check_is_of_all_files_that_it_can_import_and_of_no_others():
     assert ROOT / "examples/linear_models/training.py" in _code.reached(by_name)
 
 
-def test_the_digest_changes_with_files_arguments_and_data(tmp_path, monkeypatch):
+def test_digest_changes_with_files_arguments_and_data(tmp_path, monkeypatch):
     def code(*given, files=("a", "b"), data="1"):
         paths = tuple(tmp_path / str(i) for i in range(len(files)))
         for path, text in zip(paths, files, strict=True):
@@ -141,7 +141,7 @@ def test_the_digest_changes_with_files_arguments_and_data(tmp_path, monkeypatch)
     assert len({code("dense"), *others}) == 4
 
 
-def test_the_digest_does_not_change_with_docstrings_and_comments():
+def test_digest_does_not_change_with_docstrings_and_comments():
     code = b'def f():\n    """Old."""\n    return 1\n'
     same = b'"""A module."""\n\ndef f():\n    """New."""\n    # Why.\n    return 1\n'
     assert _code._code_of(code) != _code._code_of(code.replace(b"1", b"2"))
@@ -205,7 +205,7 @@ def test_lines_of_figures_are_measured_like_claims(tmp_path, run, capsys):
     assert (tmp_path / "figures" / "xi.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_is_stale_is_measured_again_and_the_rest_is_not(tmp_path, run, monkeypatch):
+def test_stale_results_are_measured_again_and_the_rest_is_not(tmp_path, run, monkeypatch):
     done, code = [], {"some/one": "a", "some/two": "a"}
     monkeypatch.setattr(_store, "code_of", lambda one: code[one.name])
     claims = [
@@ -224,7 +224,7 @@ def test_what_is_stale_is_measured_again_and_the_rest_is_not(tmp_path, run, monk
 
 
 @pytest.mark.parametrize(("argv", "expected"), [((), 5), (["--quick"], 1)])
-def test_what_chance_decides_takes_more_seeds(tmp_path, run, argv, expected):
+def test_chance_takes_more_seeds(tmp_path, run, argv, expected):
     claim = claim_of(lambda seed, quick: {"x": float(seed)}, seeds=5, chance=True)
     exact = claim_of(lambda *_: {"x": 0.0}, "exact")
     exact.check.exact = True
@@ -233,7 +233,7 @@ def test_what_chance_decides_takes_more_seeds(tmp_path, run, argv, expected):
     assert len(Store(tmp_path).best(exact)) == 1
 
 
-def test_a_run_that_was_stopped_goes_on(tmp_path, run):
+def test_evidence_that_was_stopped_goes_on(tmp_path, run):
     done = []
 
     def check(seed, quick):
@@ -251,7 +251,7 @@ def test_a_run_that_was_stopped_goes_on(tmp_path, run):
     assert "**1 claims, 1 of them checked.**" in (tmp_path / "index.md").read_text()
 
 
-def test_a_check_that_breaks_does_not_stop_the_others(tmp_path, run, capsys):
+def test_check_that_breaks_does_not_stop_the_others(tmp_path, run, capsys):
     def broken(seed, quick):
         raise RuntimeError("no such data")
 

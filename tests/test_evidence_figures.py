@@ -24,7 +24,7 @@ def test_predicted_lines_are_measured_as_they_are_kept(curve):
     np.testing.assert_allclose(kept["y"], y, rtol=1e-3)
 
 
-def test_the_parts_of_a_bar_are_its_step():
+def test_parts_of_a_bar_are_its_step():
     parts = [curve.check(0, True)[1] for curve in CURVES if curve.figure == "breakdown"]
     bars = [(name, p) for p in (_predicted.FEW, _predicted.MANY) for name in _predicted.STEPS]
     steps = [1e3 * _predicted.step_of(*bar).step for bar in bars]
@@ -72,7 +72,7 @@ def test_sums_of_rows():
     assert found == [[7, 3], [7, 0], [4, 2]]
 
 
-def test_each_index_has_one_owner_and_balanced_regions_even_out_what_equal_ones_do_not():
+def test_owners_are_one_for_each_index_and_balanced_regions_are_more_even():
     step = [np.arange(shift, 40, 4) for shift in range(4)], np.arange(40)
     regions = ("equal", "balanced", "hashed")
     owners = {name: _selections.owners(name, 400, step[0], 0) for name in regions}

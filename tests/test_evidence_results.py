@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("default_promotion")
         ([math.nan], (FAILS, "")),
     ],
 )
-def test_the_verdict_is_that_of_the_worst_seed(values, expected):
+def test_verdict_is_that_of_the_worst_seed(values, expected):
     claim = claim_of(dict, where="in the dark", elsewhere=(Bound("x", most=2),))
     assert verdict(claim, [{"x": value} for value in values]) == expected
 
@@ -61,18 +61,18 @@ NEAR = np.array([-0.1, 0, 0.1])
         (WITHIN, NEAR - 2, FAILS),
     ],
 )
-def test_where_chance_is_as_large_as_the_claim_nothing_can_be_told(options, values, expected):
+def test_verdict_where_chance_is_as_large_as_the_claim(options, values, expected):
     claim = claim_of(dict, **options)
     assert verdict(claim, [{"x": value} for value in values])[0] == expected
 
 
 @pytest.mark.parametrize(("y", "x", "expected"), [(1, 1, HOLDS), (0, 1, UNTOLD), (0, -1, FAILS)])
-def test_the_worst_number_decides_what_can_be_told(x, y, expected):
+def test_verdict_by_chance_is_that_of_the_worst_number(x, y, expected):
     claim = claim_of(dict, rule=(Bound("x", least=0), Bound("y", least=0)), chance=True)
     assert verdict(claim, [{"x": x + z, "y": y + z} for z in NEAR])[0] == expected
 
 
-def test_the_interval_has_the_mean_in_19_of_20_cases():
+def test_interval_has_the_mean_in_19_of_20_cases():
     random = np.random.default_rng(0)
     inside = 0
     for _ in range(500):
@@ -82,7 +82,7 @@ def test_the_interval_has_the_mean_in_19_of_20_cases():
     assert 0.92 < inside / 500 < 0.98
 
 
-def test_the_worse_seed_comes_first():
+def test_spread_has_the_worse_seed_first():
     claim = claim_of(dict, rule=(Bound("x", most=1), Bound("y", least=1), Bound("z", 1, 3)))
     seeds = [{"x": 1.0, "y": 1.0, "z": 2.0}, {"x": 2.0, "y": 2.0, "z": 3.5}]
     assert _claims.spread(claim, seeds) == [("x", 2.0, 1.0), ("y", 1.0, 2.0), ("z", 3.5, 2.0)]
@@ -92,7 +92,7 @@ def test_the_worse_seed_comes_first():
 
 
 @pytest.mark.parametrize("one", [claim_of(dict), Curve("xi", "a line", dict)])
-def test_a_full_result_does_for_a_quick_one_and_not_the_other_way(tmp_path, one):
+def test_store_takes_a_full_result_for_a_quick_one_and_not_the_other_way(tmp_path, one):
     store = Store(tmp_path)
     found = {"x": 1.0} if isinstance(one, Claim) else (np.arange(3.0), np.arange(3.0))
     store.add(one, 0, True, found)
@@ -104,7 +104,7 @@ def test_a_full_result_does_for_a_quick_one_and_not_the_other_way(tmp_path, one)
     assert [(x["seed"], x["quick"]) for x in again.best(one)] == [(0, False), (1, False)]
 
 
-def test_a_curve_is_kept_thinned(tmp_path):
+def test_store_keeps_a_thinned_curve(tmp_path):
     store, curve = Store(tmp_path), Curve("xi", "a line", dict)
     store.add(curve, 0, False, (np.arange(1.0, 401.0), np.arange(400.0)))
     (series,) = Store(tmp_path).best(curve)
@@ -126,7 +126,7 @@ def test_a_curve_is_kept_thinned(tmp_path):
     ],
 )
 @pytest.mark.parametrize("name", ["some.json", "figures/curves.json"])
-def test_a_file_of_another_format_or_that_is_not_whole_is_refused(tmp_path, name, text, message):
+def test_store_refuses_a_file_of_another_format_or_that_is_not_whole(tmp_path, name, text, message):
     (tmp_path / "figures").mkdir()
     kind = "series" if "curves" in name else "results"
     (tmp_path / name).write_text(text.replace("results", kind))
@@ -135,7 +135,7 @@ def test_a_file_of_another_format_or_that_is_not_whole_is_refused(tmp_path, name
     assert "\n" not in str(one.value)
 
 
-def test_a_result_of_another_setting_or_other_numbers_is_stale_and_dropped(tmp_path):
+def test_store_drops_a_result_of_another_setting_or_other_numbers(tmp_path):
     (one, two, three), store = with_results(tmp_path, one=1.0, two=1.0, no=1.0)
     moved = two._replace(setting="elsewhere")
     assert not store.has(moved, 0, quick=True)
@@ -146,7 +146,7 @@ def test_a_result_of_another_setting_or_other_numbers_is_stale_and_dropped(tmp_p
     assert left == [True, False, False]
 
 
-def test_a_result_of_other_code_is_stale_and_stays_on_the_page(tmp_path, monkeypatch):
+def test_page_keeps_a_result_of_other_code_that_is_stale(tmp_path, monkeypatch):
     code = {"some/one": "a", "some/two": "a"}
     monkeypatch.setattr(_store, "code_of", lambda one: code[one.name])
     claims, store = with_results(tmp_path, one=1.0, two=1.0)
@@ -165,7 +165,7 @@ def test_a_result_of_other_code_is_stale_and_stays_on_the_page(tmp_path, monkeyp
     assert page(store, claims) == fresh
 
 
-def test_a_figure_says_that_a_line_is_of_other_code(tmp_path, monkeypatch):
+def test_page_says_that_a_line_of_a_figure_is_of_other_code(tmp_path, monkeypatch):
     code, store = ["a"], Store(tmp_path)
     monkeypatch.setattr(_store, "code_of", lambda one: code[0])
     curve = next(curve for curve in CURVES if curve.figure == "xi")

@@ -8,6 +8,7 @@ import pytest
 from benchmarks.gpu import overlap
 from benchmarks.gpu._hlo import parse, size_of
 from benchmarks.gpu._paths import Cost, collectives, heaviest, lightest
+from benchmarks.local import passes
 
 
 def cost(launches=0, both=0, **more):
@@ -70,7 +71,7 @@ def test_bytes_of_shapes():
     assert {shape: size_of(shape) for shape in SIZES} == SIZES
 
 
-def test_a_loop_of_known_length_is_multiplied_out():
+def test_loop_of_known_length_is_multiplied_out():
     found = parse(LOOPS.replace("TRIPS", KNOWN))
     assert lightest(found) == heaviest(found) == cost(10, 320)
     # No iteration, or one.
@@ -78,7 +79,7 @@ def test_a_loop_of_known_length_is_multiplied_out():
     assert (lightest(found), heaviest(found)) == (cost(waits=1), cost(2, 64, waits=1))
 
 
-def test_what_a_known_loop_waits_for_it_waits_for_at_each_turn():
+def test_loop_of_known_length_waits_at_each_turn():
     inner = LOOPS.replace("TRIPS", "").replace("ENTRY %main (x.1: f32[4])", "%inner (x.1: f32[4])")
     outer = """
 %turn (p: f32[4]) -> f32[4] {
@@ -107,7 +108,7 @@ ENTRY %main (x: u32[9000]) -> u32[9000] {
 
 
 @pytest.mark.parametrize("which", KINDS)
-def test_of_a_conditional_the_branch_with_fewest_launches(which):
+def test_conditional_has_the_branch_with_fewest_launches(which):
     found = parse(BRANCHES.replace("WHICH", which).replace("COMPUTATIONS", KINDS[which]))
     assert lightest(found) == cost(1, 2048, waits=1)
     # The maximum of each number, though no branch has all of them.
@@ -129,7 +130,7 @@ def test_bytes_that_a_launch_moves(result, body, expected):
     assert found["touched"] >= expected or "scatter" in body
 
 
-def test_the_text_of_a_real_program_is_read():
+def test_program_that_is_real_is_read():
     text = jax.jit(lambda x: jax.lax.fori_loop(0, 7, lambda _, y: y * 2, x)).lower(1.0).compile()
     assert lightest(parse(text.as_text()))["launches"] > 0
 
@@ -138,3 +139,10 @@ def test_products_between_the_start_and_the_end_of_a_collective():
     program = parse(TEXTS["overlap"])
     found = list(overlap.beside(program.computations[program.entry].values()))
     assert found == [("all-reduce", 1), ("all-gather", 0)]
+
+
+def test_passes_count_loops_by_their_turns_and_conditionals_by_the_heavier_branch():
+    """A loop of three iterations, one of unknown length, and a conditional of two branches."""
+    counted = [count for _, count in passes.moved(parse(TEXTS["passes"]))]
+    # Read and written in three iterations, and once in the branch.
+    assert sum(counted) == (3 + 1) * 2 * 4 * 8

@@ -1,6 +1,7 @@
 """Loss against steps and against seconds: trainings, stored runs and tables."""
 
 import contextlib
+import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +15,8 @@ import sparse_collectives as sc
 from benchmarks._common import options
 from benchmarks.learning import _clock, _contestants, _tasks, step_times, steps, time
 from benchmarks.learning._contestants import AXIS, DENSE, NOTHING, contestants
-from benchmarks.training._grid_training import train_grid
 from benchmarks.training._simulated_training import Curve, train
 from benchmarks.training._small_tasks import word_task
-from tests.optax_ext.helpers import slow
 from tests.programs import refused
 
 # The models are a user's: they add a bias to a batch.
@@ -30,23 +29,6 @@ def text(tmp_path):
     path = tmp_path / "text"
     path.write_text("the quick brown fox jumps over the lazy dog. " * 60, encoding="utf-8")
     return ["--text", str(path)]
-
-
-@pytest.fixture
-def of_steps(monkeypatch):
-    """A fake training whose result depends on the learning rate; returns its labels."""
-    labels = []
-
-    def train(task, variant, *, steps, seeds, label, **_):
-        del task, variant
-        labels.append(label)
-        rate = float(label.rpartition(" ")[2])
-        # The second rate is the better one.
-        value = abs(rate - 0.05) + 0.001 * seeds[0] + 1.0
-        return [Curve([0, steps], [4.0, value], [value], 100.0, 0.1)]
-
-    monkeypatch.setattr(steps, "train", train)
-    return labels
 
 
 def row_of(table, name):
@@ -64,9 +46,26 @@ def without_links(monkeypatch, program, group_of):
     monkeypatch.setattr(program.namespaces, "network", lambda _: contextlib.nullcontext(hosts))
 
 
+# Stored runs, of fake trainings whose results depend on the learning rate.
+
+
+@pytest.fixture
+def of_steps(monkeypatch):
+    """The labels of the trainings; the second of their rates is the better one."""
+    labels = []
+
+    def train(task, make, *, rates, seeds, steps, label, **_):
+        labels.append(label)
+        values = {(r, s): abs(r - 0.05) + 0.001 * s + 1.0 for r in rates for s in seeds}
+        return {key: Curve([0, steps], [4.0, x], [x], 100.0, 0.1) for key, x in values.items()}
+
+    monkeypatch.setattr(steps, "train", train)
+    return labels
+
+
 @pytest.fixture
 def of_seconds(monkeypatch):
-    """Fake runs whose end depends on the learning rate; returns a list of them."""
+    """The trainings."""
     made = []
 
     def train(group, args, case, rate, seed):
@@ -82,61 +81,39 @@ def of_seconds(monkeypatch):
 
 
 def test_runs_of_steps_are_kept_and_not_made_again(tmp_path, text, of_steps, capsys):
-    runs = tmp_path / "runs"
+    runs, figure = tmp_path / "runs", tmp_path / "figure.png"
     arguments = [*SMALL, *text, "--runs", str(runs), "--only", DENSE, "sparse_adamw"]
     arguments += ["--rates", "0.01", "0.05", "--seeds", "2"]
-    assert steps.main(arguments) == 0
-    table = capsys.readouterr().out
+
+    def printed(*more):
+        assert steps.main([*arguments, *more]) == 0
+        return capsys.readouterr().out
+
+    table = printed()
     # Both learning rates with seed 0, and the better one with seed 1, for both contestants.
-    assert of_steps == [
-        f"{name} at {rate}" for name in (DENSE, "sparse_adamw") for rate in (0.01, 0.05, 0.05)
-    ]
+    made = [f"{name} at {x}" for name in (DENSE, "sparse_adamw") for x in (0.01, 0.05, 0.05)]
+    assert of_steps == made
     assert row_of(table, "sparse_adamw")[:4] == ["sparse_adamw", "2", "0.05", "2"]
     # Only the run whose line was cut off is made again.
     lines = runs.read_text().splitlines(keepends=True)
     assert [json.loads(line)["seed"] for line in lines] == [0, 0, 1] * 2
     runs.write_text("".join(lines[:-1]) + lines[-1][:20])
-    assert steps.main(arguments) == 0
-    assert capsys.readouterr().out == table
+    assert printed() == table
     assert len(of_steps) == 7
-    assert steps.main([*arguments, "--show"]) == 0
-    assert capsys.readouterr().out == table
-    assert steps.main([*arguments, "--steps", "5", "--show"]) == 0
-    assert capsys.readouterr().out.endswith("nothing\n")
+    assert printed("--show") == table
+    assert printed("--steps", "5", "--show").endswith("nothing\n")
     # A dense run is the same for every share; only the runs of `sparse_adamw` are new.
-    assert steps.main([*arguments, "--share", "0.1"]) == 0
-    assert of_steps[7:] == [f"sparse_adamw at {rate}" for rate in (0.01, 0.05, 0.05)]
-
-
-@pytest.mark.parametrize(
-    ("given", "name"),
-    [
-        slow("every=2 density=0.5", "sparse_adamw density=0.5 every=2"),
-        slow("optimizer=diloco every=2 momentum=0.5", "diloco every=2 momentum=0.5"),
-        slow("optimizer=sparse_loco every=2 density=0.5", "sparse_loco density=0.5 every=2"),
-        ("optimizer=local_steps every=2 density=0.5", "local_steps density=0.5 every=2"),
-    ],
-)
-@pytest.mark.slow
-def test_rounds_are_trained_and_drawn_against_bytes(given, name, tmp_path, text, capsys):
-    figure = tmp_path / "bytes.png"
-    argv = [*SMALL, *text, "--rates", "0.01", "--seeds", "1", "--only", DENSE]
-    assert steps.main([*argv, "--options", *given.split(), "--plot-bytes", str(figure)]) == 0
-    cells = row_of(capsys.readouterr().out, name)
-    # Two exchanges in four steps.
-    assert float(cells[-1]) > 0
+    printed("--share", "0.1")
+    assert of_steps[7:] == made[3:]
+    # Neighbours are contestants with a name of their own, whatever the order of their options, and
+    # `--show` also lists those that are not named.
+    printed("--options", "gain=2.0", "b2=0.999", "--plot", str(figure))
+    name = "sparse_adamw b2=0.999 gain=2"
+    assert of_steps[10:] == [f"{name} at {rate}" for rate in (0.01, 0.05, 0.05)]
     assert figure.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.slow
-def test_the_words_of_dense_rounds_are_those_of_an_exchange_over_their_steps(text, capsys):
-    argv = [*SMALL, *text, "--rates", "0.01", "--seeds", "1", "--only", "none"]
-    assert steps.main([*argv, "--options", "optimizer=diloco", "every=4"]) == 0
-    printed = capsys.readouterr().out
-    assert DENSE not in printed
-    # 2 n (P-1)/P in four steps, in units of k (P-1)/P for k = n / 100.
-    words = float(row_of(printed, "diloco every=4")[-1])
-    assert words == pytest.approx(200 / 4, rel=1e-3)
+    printed("--options", "b2=0.999", "gain=2")
+    assert len(of_steps) == 13
+    assert row_of(printed("--show"), name)[1:4] == ["2", "0.05", "2"]
 
 
 def test_runs_over_links_are_kept_and_not_made_again(tmp_path, of_seconds, capsys):
@@ -145,13 +122,9 @@ def test_runs_over_links_are_kept_and_not_made_again(tmp_path, of_seconds, capsy
     arguments += ["--link", "100mbit", "1gbit", "--seconds", "10", "--only", "dense"]
     arguments += ["--options", "gain=2"]
     assert time.main([*arguments, "--plot", str(figure)]) == 0
+    cases = itertools.product(("dense", "sparse_adamw gain=2"), ("100mbit", "1gbit"))
     expected = [(0.002, 0), (0.01, 0), (0.01, 1)]
-    assert of_seconds == [
-        (name, link, *run)
-        for name in ("dense", "sparse_adamw gain=2")
-        for link in ("100mbit", "1gbit")
-        for run in expected
-    ]
+    assert of_seconds == [(*case, *run) for case in cases for run in expected]
     table = capsys.readouterr().out
     assert "words, n = 1,000, P = 4, 1gbit, 10 s" in table
     # The mean goes from 3.5 after 5 s to 2.005 after 10 s: it is 3.005, dense's end, after 6.66 s.
@@ -163,23 +136,6 @@ def test_runs_over_links_are_kept_and_not_made_again(tmp_path, of_seconds, capsy
     assert len(of_seconds) == 12
 
 
-def test_neighbours_are_contestants_with_a_name_of_their_own(tmp_path, text, of_steps, capsys):
-    runs, figure = tmp_path / "runs", tmp_path / "figure.png"
-    arguments = [*SMALL, *text, "--runs", str(runs), "--only", DENSE, "--rates", "0.05"]
-    arguments += ["--seeds", "2"]
-    added = ["--options", "gain=2.0", "b2=0.999", "--plot", str(figure)]
-    assert steps.main([*arguments, *added]) == 0
-    name = "sparse_adamw b2=0.999 gain=2"
-    assert of_steps == [f"{each} at 0.05" for each in (DENSE, name) for _ in range(2)]
-    assert figure.read_bytes().startswith(b"\x89PNG")
-    # Another order gives the same run, and `--show` also lists stored runs that are not named.
-    assert steps.main([*arguments, "--options", "b2=0.999", "gain=2"]) == 0
-    assert len(of_steps) == 4
-    capsys.readouterr()
-    assert steps.main([*arguments, "--show"]) == 0
-    assert row_of(capsys.readouterr().out, name)[1:4] == ["2", "0.05", "2"]
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -188,40 +144,13 @@ def test_neighbours_are_contestants_with_a_name_of_their_own(tmp_path, text, of_
         (b"\xff\n", "cannot read"),
     ],
 )
-def test_another_file_is_one_line(tmp_path, content, message, capsys):
+def test_runs_in_another_file_are_one_line(tmp_path, content, message, capsys):
     path = tmp_path / "runs"
     path.write_bytes(content)
     assert message in refused(steps.main, ["--runs", str(path), "--show"], capsys)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("task", ["text", "lstm", "words", "images-adamw"])
-def test_each_task_learns(task, text, capsys):
-    arguments = ["--task", task, "--workers", "2", "--points", "2", "--batch", "8", "--steps", "60"]
-    arguments += ["--width", "8"] if task != "images-adamw" else []
-    arguments += [*text, "--only", "sparse_adamw"] if task == "text" else ["--only", DENSE]
-    assert steps.main([*arguments, "--rates", "0.02", "--seeds", "1"]) == 0
-    value = float(capsys.readouterr().out.splitlines()[-1].split()[4])
-    # It starts at the logarithm of the alphabet (29 in the short text) or of the vocabulary, and at
-    # 10 % accuracy.
-    least = {"text": 2.9, "lstm": 3.8, "words": 7}
-    assert value > 50 if task == "images-adamw" else value < least[task]
-
-
-@pytest.mark.slow
-def test_tricks_are_trained(tmp_path):
-    runs = tmp_path / "runs"
-    names = ["dense", "topk_a, correction, masking, clipping, density warm-up"]
-    argv = ["--task", "images-hidden", "--steps", "20", "--workers", "2", "--share", "0.1"]
-    argv += ["--rates", "0.05", "--seeds", "1", "--only", *names, "--runs", str(runs)]
-    assert steps.main(argv) == 0
-    dense, sparse = map(json.loads, runs.read_text().splitlines())
-    assert [dense["contestant"], sparse["contestant"]] == names
-    assert min(dense["value"], sparse["value"]) > 0.3
-    assert sparse["words"] < dense["words"] / 3
-
-
-def test_every_contestant_can_be_made():
+def test_contestants_can_all_be_made():
     made = [make(0.1, 9).exchange for x in _tasks.KINDS for make in contestants(x, 0.5).values()]
     groups = _contestants.over_links().values()
     made += [make(lambda count: 0.1) for group in groups for make in group.values()]
@@ -231,7 +160,7 @@ def test_every_contestant_can_be_made():
 # The clock of seconds.
 
 
-def test_the_rate_comes_to_its_end_with_the_budget():
+def test_learning_rate_comes_to_its_end_with_the_budget():
     rates = _clock.rates_at(0.3, [0.0, 0.025, 0.05, 1.0, 1.1])
     np.testing.assert_allclose(rates, [0.015, 0.1575, 0.3, 0.003, 0.003], rtol=1e-5)
 
@@ -287,7 +216,7 @@ def test_pytorch_has_the_same_networks():
 # Steps over links.
 
 
-def test_a_round_is_as_slow_as_its_slowest_worker(monkeypatch, capsys, tmp_path):
+def test_step_times_are_those_of_the_slowest_worker(monkeypatch, capsys, tmp_path):
     times = {name: [8.0, 8.0] for name in step_times.GROUPS["buckets"]}
     times |= {"nothing exchanged": [2.0, 4.0], "dense, 4 buckets": [5.0, 10.0]}
 
@@ -307,7 +236,7 @@ def test_a_round_is_as_slow_as_its_slowest_worker(monkeypatch, capsys, tmp_path)
     assert (tmp_path / "times.json").exists()
 
 
-def test_what_exchanges_nothing_computes_all_of_the_gradient():
+def test_contestant_that_exchanges_nothing_computes_all_of_the_gradient():
     tree = {"a": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(4)}
     tx = _contestants.over_links()["buckets"][NOTHING](lambda count: 0.1)
 
@@ -322,15 +251,16 @@ def test_what_exchanges_nothing_computes_all_of_the_gradient():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [DENSE, "sparse_adamw"])
-def test_a_grid_has_the_losses_of_single_trainings(text, name):
+def test_grid_has_the_losses_of_single_trainings(text, name):
     """Sums are in another order, so another entry may be the last one above a threshold."""
     tolerance = 1e-5 if name == DENSE else 3e-3
     task, make = _tasks.make("text", 8, Path(text[1]), None), contestants("text")[name]
     given = {"workers": 2, "steps": 6, "every": 3, "batch": 4, "label": name}
-    found = train_grid(task, make, rates=[0.01, 0.05], seeds=[0, 2], **given)
+    grid = {"rates": [0.01, 0.05], "seeds": [0, 2], **given}
+    found, each = (train(task, make, together=x, **grid) for x in (True, False))
     assert list(found) == [(0.01, 0), (0.01, 2), (0.05, 0), (0.05, 2)]
-    for (rate, seed), curve in found.items():
-        alone = train(task, make(rate, 6), seeds=[seed], **given)[0]
+    for key, curve in found.items():
+        alone = each[key]
         assert curve.steps == alone.steps
         np.testing.assert_allclose(curve.values, alone.values, rtol=tolerance)
         np.testing.assert_allclose(curve.losses, alone.losses, rtol=tolerance)
@@ -338,25 +268,14 @@ def test_a_grid_has_the_losses_of_single_trainings(text, name):
     assert len({curve.values[-1] for curve in found.values()}) == 4
 
 
-def test_a_grid_is_stored_by_rate_and_seed(tmp_path, text, monkeypatch):
+def test_grid_is_stored_by_rate_and_seed(tmp_path, text, of_steps):
     """All pairs of a contestant are trained together, and only if one of them is missing."""
-    calls = []
-
-    def grid(task, make, *, rates, seeds, label, steps, **_):
-        calls.append(label)
-        value = {(rate, seed): 1 + rate + seed for rate in rates for seed in seeds}
-        return {key: Curve([0, steps], [4.0, x], [x], 100.0, 0.1) for key, x in value.items()}
-
-    monkeypatch.setattr(steps, "train_grid", grid)
     argv = [*SMALL, *text, "--together", "--rates", "0.1", "0.2", "--seeds", "2"]
     argv += ["--runs", str(tmp_path / "runs"), "--only", DENSE, "sparse_adamw"]
     steps.main(argv)
     steps.main(argv)
-    assert calls == [DENSE, "sparse_adamw"]
+    assert of_steps == [DENSE, "sparse_adamw"]
     runs = [json.loads(line) for line in (tmp_path / "runs").read_text().splitlines()]
-    assert [(run["rate"], run["seed"], run["value"]) for run in runs[:4]] == [
-        (0.1, 0, 1.1),
-        (0.1, 1, 2.1),
-        (0.2, 0, 1.2),
-        (0.2, 1, 2.2),
-    ]
+    keys = [(run["rate"], run["seed"]) for run in runs[:4]]
+    assert keys == [(0.1, 0), (0.1, 1), (0.2, 0), (0.2, 1)]
+    assert [run["value"] for run in runs[:4]] == pytest.approx([1.05, 1.051, 1.15, 1.151])

@@ -57,7 +57,7 @@ def trained(made, group, name, *, kind=sgd, epochs=2, model="logistic", **given)
 
 
 @pytest.mark.parametrize("model", training.MODELS)
-def test_one_batch_of_all_rows_is_gradient_descent(model):
+def test_sgd_with_one_batch_of_all_rows_is_gradient_descent(model):
     matrix, labels = problem()
     group = workers.on_devices(2)
     made = sgd.make(data.of_matrix("some", matrix, labels), group, 30)
@@ -71,7 +71,7 @@ def test_one_batch_of_all_rows_is_gradient_descent(model):
     np.testing.assert_allclose(found.run.objectives, objectives, rtol=1e-5)
 
 
-def test_every_row_counts_as_much_also_in_a_short_batch():
+def test_sgd_counts_every_row_as_much_also_in_a_short_batch():
     """Steps that are too small for the order to matter add up to one step of the whole gradient."""
     matrix, labels = problem()
     group = workers.on_devices(2)
@@ -94,7 +94,7 @@ MANY = SHAPE._replace(size=50_000, rows=400)
         *slow_rows((4, MANY, ["ssar_split_allgather", "dsar_split_allgather"])),
     ],
 )
-def test_no_exchange_loses_anything_and_what_finds_no_slot_is_an_error(count, shape, names):
+def test_exchanges_lose_nothing_and_what_finds_no_slot_is_an_error(count, shape, names):
     """With many features an exchange is sparse."""
     group = workers.on_devices(count)
     made = sgd.make(data.spread(data.power_law("some", shape, seed=0)), group, 20)
@@ -133,7 +133,7 @@ def test_steps_are_those_of_the_formula(name):
     assert float(found[4]) == 0
 
 
-def test_each_coordinate_has_its_turn_once_with_its_owner():
+def test_coordinates_have_their_turn_once_with_their_owner():
     counts = np.random.default_rng(0).integers(0, 3, 103)
     owned = coordinate_descent.occurring(counts, 4)
     epoch = coordinate_descent.schedule(owned, 4, 103, 1, 0)
@@ -188,7 +188,7 @@ def solved(matrix, labels, model, ridge):
 @pytest.mark.parametrize(
     "given", ["sgd logistic --rate 4", "scd logistic --block 3", "scd svm --block 3"]
 )
-def test_a_file_is_trained_on_to_the_objective_of_a_solver(given, tmp_path):
+def test_linear_models_reach_the_objective_of_a_solver(given, tmp_path):
     method, model, *more = given.split()
     file, shape = str(tmp_path / "rows"), data.Shape(size=120, nonzeros=14, rows=900, exponent=1.1)
     dump_svmlight_file(*data.power_law("some", shape, seed=1).rows(0, 900), file, zero_based=False)

@@ -31,7 +31,7 @@ def ended(module, *argv):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("usable")
-def test_a_run_measures_the_bytes_that_the_library_predicts(tmp_path):
+def test_network_run_measures_the_bytes_that_the_library_predicts(tmp_path):
     file, figure = tmp_path / "network.json", tmp_path / "network.png"
     # So large that Gloo's overhead in each message is small.
     argv = ["--quick", "--params", "400000", "--density", "0.05", "--link", "100mbit"]
@@ -53,7 +53,7 @@ def test_a_run_measures_the_bytes_that_the_library_predicts(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("usable")
-def test_a_run_learns_and_sends_what_it_should(tmp_path):
+def test_learning_time_learns_and_sends_what_it_should(tmp_path):
     runs = tmp_path / "runs"
     argv = ["--link", "100mbit", "--rates", "0.05", "--runs", str(runs)]
     argv += ["--only", "dense", "dense, float16", "sparse_adamw", "--options", "density=0.5"]
@@ -100,7 +100,7 @@ def test_epochs_of_linear_models_measure_what_is_sent(method, tmp_path):
         (("benchmarks.learning.time", *LEARNING, "--only", "dense"), signal.SIGTERM),
     ],
 )
-def test_an_interrupted_run_leaves_nothing(program, number):
+def test_network_of_an_interrupted_run_is_removed(program, number):
     running = started(*program)
     # Its first line is printed inside the network.
     assert running.stderr.readline()
@@ -147,7 +147,7 @@ print(time.monotonic() - begun)
 
 
 @pytest.mark.usefixtures("usable")
-def test_a_link_with_a_delay_holds_every_frame_and_one_without_does_not_need_it():
+def test_link_with_a_delay_holds_every_frame():
     """A connection, a byte, and its echo: two round trips."""
     python = [sys.executable, "-c"]
     with namespaces.network(2) as hosts:
@@ -163,7 +163,7 @@ def test_a_link_with_a_delay_holds_every_frame_and_one_without_does_not_need_it(
 
 
 @pytest.mark.parametrize(("program", "argv"), [(network, ["--quick"]), (time, [])])
-def test_without_root_it_says_so_in_one_line(program, argv, capsys, monkeypatch):
+def test_network_without_root_says_so_in_one_line(program, argv, capsys, monkeypatch):
     monkeypatch.setattr(namespaces.shutil, "which", lambda tool: tool)
     monkeypatch.setattr(namespaces.os, "geteuid", lambda: 1000)
     # The handlers of the test's own process are left as they are.

@@ -45,7 +45,7 @@ def test_docstring_examples_run(name):
     assert failures == 0
 
 
-def test_the_oldest_versions_that_are_tested_are_the_stated_minimums():
+def test_oldest_versions_that_are_tested_are_the_stated_minimums():
     minimums = dict(line.split(">=") for line in PROJECT["dependencies"])
     text = (ROOT / "constraints" / "oldest.txt").read_text()
     pinned = re.findall(r"^(\w+)==([\d.]+?)(?:\.\*)?(?:;.*)?$", text, re.MULTILINE)
@@ -60,7 +60,7 @@ OPTIONAL = "diskcache flax grain matplotlib mpi4jax mpi4py orbax pandas PIL rich
     ("package", "needed"),
     [("sparse_collectives", ("jax", "numpy")), ("optax_ext", ("jax", "numpy", "optax"))],
 )
-def test_an_import_loads_what_the_package_depends_on_and_starts_no_backend(package, needed):
+def test_import_loads_what_the_package_depends_on_and_starts_no_backend(package, needed):
     code = f"""
 import importlib, sys
 def load(names):
@@ -82,7 +82,7 @@ jax.config.update("jax_num_cpu_devices", 3)  # an error once a backend has start
     assert not optional
 
 
-def test_the_citation_is_complete_and_of_this_version():
+def test_citation_is_complete_and_of_this_version():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     # The fields that the format's schema requires.
     assert citation["cff-version"] == "1.2.0"
@@ -124,7 +124,7 @@ def imported(source, package):
 
 
 @pytest.mark.parametrize("package", ["sparse_collectives", "optax_ext"])
-def test_every_part_stands_in_the_tree_and_imports_go_one_way(package):
+def test_parts_stand_in_the_tree_and_imports_go_one_way(package):
     level, folder, parts = levels(package), ROOT / package, set()
     for file in sorted(folder.rglob("*.py")):
         here = file.relative_to(folder).with_suffix("").parts[0]
@@ -137,7 +137,7 @@ def test_every_part_stands_in_the_tree_and_imports_go_one_way(package):
     assert parts == set(level)
 
 
-def test_an_import_in_a_function_would_be_seen():
+def test_import_in_a_function_would_be_seen():
     source = "def f():\n    from optax_ext._loop import _places\n"
     assert list(imported(source, "optax_ext")) == ["_loop"]
     level = levels("optax_ext")

@@ -10,7 +10,7 @@ EACH = tomllib.loads(RULES.read_text(encoding="utf-8"))["rule"]
 
 
 @pytest.mark.parametrize("rule", EACH, ids=lambda rule: rule["hit"])
-def test_a_rule_applies_to_its_example_alone(rule):
+def test_rule_applies_to_its_example_alone(rule):
     assert list(hits(rule["hit"], False, [rule]))
     assert not list(hits(rule["fine"], False, EACH))
 
@@ -34,7 +34,7 @@ x = "what is"  # what is
     assert sorted(found) == [(6, "Nobody"), (8, "what is")]
 
 
-def test_a_file_with_a_hit_fails(tmp_path, capsys):
+def test_file_with_a_hit_fails(tmp_path, capsys):
     bad, good = tmp_path / "bad.md", tmp_path / "good.md"
     bad.write_text("It ran for ever.\n")
     good.write_text("It ran forever.\n")

@@ -56,14 +56,14 @@ def public_names():
     return found
 
 
-def test_every_public_name_is_in_the_reference_once():
+def test_public_names_are_in_the_reference_once():
     """Types without a public name that public functions return are also there."""
     listed = sorted(name for _, name in entries())
     assert [name for name in listed if not re.search(r"\._[a-z]", name)] == sorted(public_names())
     assert len(set(listed)) == len(listed)
 
 
-def test_an_entry_says_something_and_is_on_the_page_of_its_package():
+def test_entry_says_something_and_is_on_the_page_of_its_package():
     for page, identifier in entries():
         package, _, name = identifier.rpartition(".")
         value = getattr(importlib.import_module(package), name)
@@ -73,7 +73,7 @@ def test_an_entry_says_something_and_is_on_the_page_of_its_package():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_page_begins_with_links_to_all_of_its_sections(page):
+def test_page_begins_with_links_to_all_of_its_sections(page):
     beginning, *sections = re.split(r"^## ", page.read_text(), flags=re.MULTILINE)
     titles = [section.partition("\n")[0] for section in sections]
     assert all("\n::: " in section for section in sections)

@@ -56,7 +56,7 @@ class TestSelector:
     selector = SELECTOR(density=DENSITY)
 
     @pytest.mark.parametrize("dtype", selecting.DTYPES)
-    def test_the_selection_has_entries_of_the_accumulator(self, dtype):
+    def test_selection_has_entries_of_the_accumulator(self, dtype):
         """Their indices are unique and ascending, zeros are not sent, and padding comes last.
 
         The state keeps its structure, and all steps share one program.
@@ -74,7 +74,7 @@ class TestSelector:
             assert types_of(state) == types
         assert jax_internals.programs(select) == before + 1
 
-    def test_no_index_waits_for_ever(self):
+    def test_selector_lets_no_index_wait_for_ever(self):
         """If gradients stay the same, every entry is sent sooner or later; with a layout."""
         gradient = np.linspace(1, 2, SIZE, dtype=np.float32)
         select, state = jax.jit(self.selector.select), self.selector.init(sc.Layout(LAYERS))
@@ -93,7 +93,7 @@ class TestAllreduce:
     selector = sc.select.topk(density=DENSITY)
 
     @pytest.mark.parametrize("workers", [1, 2, pytest.param(3, marks=pytest.mark.slow), 5])
-    def test_nothing_is_lost_and_all_workers_agree(self, allreduce, workers):
+    def test_allreduce_loses_nothing_and_all_workers_agree(self, allreduce, workers):
         for name, acc in helpers.hard_accumulators(workers, SIZE).items():
             state = allreduce.init(SIZE, workers)
             types = types_of(state)
@@ -128,7 +128,7 @@ class TestAllreduce:
         assert np.isfinite(out["total"]).all()
         assert np.isfinite(out["kept"]).all()
 
-    def test_its_words_are_those_of_its_program(self, allreduce):
+    def test_words_are_those_of_the_program(self, allreduce):
         """For an exchange without choices; for others, see `frequencies` of `traffic`."""
         acc = helpers.hard_accumulators(4, SIZE)["normal"]
         words = helpers.run_once(self.selector, allreduce, acc)["info"].words[0]
@@ -141,7 +141,7 @@ class TestAllreduce:
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_a_training_step_with_both(check_vma):
+def test_training_step_with_both(check_vma):
     """It runs on a mesh, with and without types for values that vary over the workers."""
     selector, allreduce = SELECTOR(density=DENSITY), ALLREDUCE(density=DENSITY)
     tx = optax_ext.sparse_allreduce(selector, allreduce, axis="data")
@@ -161,7 +161,7 @@ def test_a_training_step_with_both(check_vma):
 
 
 @pytest.mark.usefixtures("default_promotion")
-def test_the_program_of_the_page_runs(monkeypatch):
+def test_program_of_the_page_runs(monkeypatch):
     monkeypatch.syspath_prepend(TEMPLATES)
     page = (TEMPLATES.parent / "architecture.md").read_text()
     (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)

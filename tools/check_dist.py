@@ -32,8 +32,8 @@ for name in sys.argv[2:]:
 TESTS = (
     "test_docs.py",
     "test_evidence.py::test_kept_results_are_small_and_of_claims_that_there_are",
-    "test_gpu_programs.py",
     "test_package.py",
+    "test_recorded_programs.py",
     "test_reference.py",
 )
 # Leaves out tests that compute.

@@ -196,7 +196,10 @@ def trained(
     """Trains once, without printing, and evaluates at some points."""
     given["every"] = given["steps"] // points
     with quiet():
-        return training.train(task, variant, seeds=[seed], label=label, **given)[0]
+        (curve,) = training.train(
+            task, lambda *_: variant, seeds=[seed], label=label, **given
+        ).values()
+    return curve
 
 
 def followed(model: str) -> tuple[Task, int, tuple[int, int], float]:

@@ -21,6 +21,7 @@ its densities, or over the H of its rounds.
 
 import argparse
 import functools
+import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,9 @@ import jax
 import numpy as np
 
 from .._common import display, options
-from ..training._grid_training import train_grid
 from ..training._simulated_training import Curve, Task, train
 from . import _lines, _tasks
-from ._contestants import DENSE, DENSITY, ROUNDS, Train, contestants, neighbour
+from ._contestants import DENSE, DENSITY, ROUNDS, contestants, neighbour
 from ._lines import Groups, Line, Store, worse
 from ._tasks import KINDS
 
@@ -49,37 +49,32 @@ def case_of(args: argparse.Namespace, name: str, workers: int | None) -> dict[st
 
 
 def run_all(task: Task, store: Store, makes: Any, groups: Groups, args: argparse.Namespace) -> None:
-    """Makes all runs that are not in the store."""
-    size = sum(leaf.size for leaf in jax.tree.leaves(task.init(0)))
-    for name in _lines.chosen(args, contestants(args.task)):
-        for workers in groups(name):
-
-            def one(rate: float, seed: int, name=name, workers=workers) -> dict[str, Any]:
-                given = {"steps": args.steps, "every": max(1, args.steps // args.points)}
-                given |= {"workers": workers or args.workers[0], "batch": args.batch}
-                variant, label = makes[name](rate, args.steps), f"{name} at {rate:g}"
-                return _results(train(task, variant, seeds=[seed], label=label, **given)[0], size)
-
-            case = case_of(args, name, workers)
-            if args.together:
-                _run_grid(task, store, makes[name], case, args, size)
-            else:
-                _lines.run_missing(store, args, case, one)
-
-
-def _run_grid(
-    task: Task, store: Store, make: Train, case: dict[str, Any], args: argparse.Namespace, size: int
-) -> None:
-    """Makes the runs of a case with every rate and seed, unless all are in the store."""
-    keys = [(rate, seed) for rate in args.rates for seed in range(args.seeds)]
-    if all(store.has(case, *key) for key in keys):
-        return
+    """Makes all runs that are not in the store; with --together all of a case, or none."""
     given = {"steps": args.steps, "every": max(1, args.steps // args.points), "batch": args.batch}
-    given |= {"rates": args.rates, "seeds": range(args.seeds), "label": case["contestant"]}
-    workers = case["workers"] if case["contestant"] != DENSE else args.workers[0]
-    for (rate, seed), curve in train_grid(task, make, workers=workers, **given).items():
-        if not store.has(case, rate, seed):
-            store.add({**case, "rate": rate, "seed": seed, **_results(curve, size)})
+    size = sum(leaf.size for leaf in jax.tree.leaves(task.init(0)))
+    cases = itertools.chain.from_iterable(
+        ((name, workers) for workers in groups(name))
+        for name in _lines.chosen(args, contestants(args.task))
+    )
+    for name, workers in cases:
+        case = case_of(args, name, workers)
+        many = {"workers": workers or args.workers[0], "together": args.together, **given}
+
+        def trained(rates, seeds, name=name, many=many) -> dict[tuple[float, int], Any]:
+            label = name if args.together else f"{name} at {rates[0]:g}"
+            found = train(task, makes[name], rates=rates, seeds=seeds, label=label, **many)
+            return {key: _results(curve, size) for key, curve in found.items()}
+
+        if not args.together:
+            _lines.run_missing(
+                store, args, case, lambda rate, seed, of=trained: of([rate], [seed])[rate, seed]
+            )
+            continue
+        keys = [(rate, seed) for rate in args.rates for seed in range(args.seeds)]
+        missing = [key for key in keys if not store.has(case, *key)]
+        found = trained(args.rates, range(args.seeds)) if missing else {}
+        for rate, seed in missing:
+            store.add({**case, "rate": rate, "seed": seed, **found[rate, seed]})
 
 
 def _results(curve: Curve, size: int) -> dict[str, Any]:

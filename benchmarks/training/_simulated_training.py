@@ -6,7 +6,8 @@ take parts of one batch, in the same order whatever P is, so that runs with diff
 workers and different exchanges see the same examples at the same step.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -138,46 +139,97 @@ def start_of(variant: Variant, params: Any, workers: int) -> tuple[Any, Any, Any
 
 def train(
     task: Task,
-    variant: Variant,
+    make: Callable[[float, int], Variant],
     *,
+    rates: Sequence[float] = (0.0,),
+    seeds: Sequence[int],
     workers: int,
     steps: int,
     every: int,
     batch: int,
-    seeds: Iterable[int],
     label: str,
-) -> list[Curve]:
-    """Trains once for each seed and measures after each ``every`` steps, and at the end.
+    together: bool = False,
+) -> dict[tuple[float, int], Curve]:
+    """Trains with ``make(rate, steps)`` for each rate and seed.
 
-    ``batch`` is of all workers; an InputError if it can't be divided evenly among them.
+    It measures after each ``every`` steps, and at the end. With ``together`` all runs are one
+    program, for accelerators: a run of a small model keeps a GPU busy for a fraction of the time
+    between two launches, and a grid of runs has as many launches as one. ``batch`` is of all
+    workers; an InputError if it can't be divided evenly among them.
     """
     if batch % workers:
         raise InputError(f"a batch of {batch} can't be dealt out to {workers} workers")
-    # One worker after the other: small products of matrices stay in the cache.
-    step = step_of(task, variant, workers, lax.map)
-    # A shorter part at the end is compiled separately.
-    part = jax.jit(lambda carry, batches: lax.scan(step, carry, batches))
+    first = [task.init(seed) for seed in seeds]
+    orders = [order_of(task, steps=steps, batch=batch, seed=seed) for seed in seeds]
+    chosen = np.stack(orders, axis=1).reshape(steps, len(seeds), workers, batch // workers)
+    said = f"{task.name}, {label}, P = {workers}"
+    if together:
+        keys = [(rate, place) for rate in rates for place in range(len(seeds))]
+        of_run = tuple(jnp.array(x) for x in zip(*keys, strict=True))
 
-    def one(seed: int) -> Curve:
-        params = task.init(seed)
-        size = sum(leaf.size for leaf in jax.tree.leaves(params))
-        carry = start_of(variant, params, workers)
-        chosen = order_of(task, steps=steps, batch=batch, seed=seed)
-        chosen = chosen.reshape(steps, workers, batch // workers)
-        curve, sent = Curve([0], [task.evaluate(params)], [], None, None), []
-        for start in range(0, steps, every):
-            carry, (losses, counts) = part(carry, task.batch_of(chosen[start : start + every]))
-            curve.steps.append(min(start + every, steps))
-            curve.values.append(task.evaluate(carry[0]))
-            curve.losses.append(float(losses.mean()))
-            sent.append(np.array(counts, np.float64))
-            options.say(
-                f"{task.name}, {label}, P = {workers}, seed {seed}, step {curve.steps[-1]}: "
-                f"{curve.values[-1]:.4f} (training loss {curve.losses[-1]:.4f})"
-            )
-        return counted(curve, np.concatenate(sent, axis=1), size) if sent[0].size else curve
+        def start(rate, place, params):
+            mine = jax.tree.map(lambda x: x[place], params)
+            return start_of(make(rate, steps), mine, workers)
 
-    return [one(seed) for seed in seeds]
+        def step(rate, place, carry, batches):
+            # The batches of a seed are the same for every rate.
+            mine = jax.tree.map(lambda x: x[place], batches)
+            return step_of(task, make(rate, steps), workers, _at_once)(carry, mine)
+
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *first)
+        carry = jax.jit(jax.vmap(start, in_axes=(0, 0, None)))(*of_run, stacked)
+        grid = jax.vmap(step, in_axes=(0, 0, 0, None))
+        part = _part(lambda carry, batches: grid(*of_run, carry, batches))
+
+        def runs(params):
+            return [jax.tree.map(itemgetter(i), params) for i in range(len(keys))]
+
+        curves = _curves(task, part, carry, chosen, every, said, runs)
+        return {(rate, seeds[at]): x for (rate, at), x in zip(keys, curves, strict=True)}
+    found = {}
+    for rate in rates:
+        variant = make(rate, steps)
+        # One worker after the other: small products of matrices stay in the cache.
+        part = _part(step_of(task, variant, workers, lax.map))
+        for place, seed in enumerate(seeds):
+            carry, mine = start_of(variant, first[place], workers), chosen[:, place]
+            label = f"{said}, seed {seed}"
+            found[rate, seed], *_ = _curves(task, part, carry, mine, every, label, lambda x: [x])
+    return found
+
+
+def _at_once(function, given):
+    return jax.vmap(function)(given)
+
+
+def _part(step):
+    """So many steps, compiled; a shorter part at the end is compiled separately."""
+    return jax.jit(lambda carry, batches: lax.scan(step, carry, batches))
+
+
+def _curves(task: Task, part, carry, chosen, every: int, label: str, runs) -> list[Curve]:
+    """Takes all steps; ``runs`` makes a list of the runs' parameters."""
+    steps, sent = len(chosen), []
+    begun = runs(carry[0])
+    size = sum(leaf.size for leaf in jax.tree.leaves(begun[0]))
+    curves = [Curve([0], [task.evaluate(params)], [], None, None) for params in begun]
+    for begin in range(0, steps, every):
+        carry, (losses, counts) = part(carry, task.batch_of(chosen[begin : begin + every]))
+        sent.append(np.array(counts, np.float64))
+        means = np.atleast_1d(losses.mean(0))
+        for curve, params, loss in zip(curves, runs(carry[0]), means, strict=True):
+            curve.steps.append(min(begin + every, steps))
+            curve.values.append(task.evaluate(params))
+            curve.losses.append(float(loss))
+        best = min(curves, key=lambda curve: curve.values[-1])
+        options.say(
+            f"{label}, step {best.steps[-1]}: "
+            f"{best.values[-1]:.4f} (training loss {best.losses[-1]:.4f})"
+        )
+    if not sent[0].size:
+        return curves
+    each = np.concatenate(sent, axis=1).reshape(3, steps, -1)
+    return [counted(curve, each[..., i], size) for i, curve in enumerate(curves)]
 
 
 def counted(curve: Curve, sent: np.ndarray, size: int) -> Curve:

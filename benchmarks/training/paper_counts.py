@@ -61,7 +61,7 @@ def counts_of(name: str, rule: str, args: argparse.Namespace) -> dict[str, Any]:
     variant = Variant(optax.chain(sparse, optax.scale(-1.0)), optax.identity())
     given = {"workers": args.workers, "steps": args.steps, "every": max(1, args.steps // 8)}
     given |= {"batch": kind.batch, "label": f"tau' = {setting.period}, {rule}"}
-    curves = train(task, variant, seeds=range(args.seeds), **given)
+    curves = [*train(task, lambda *_: variant, seeds=range(args.seeds), **given).values()]
     size = sum(leaf.size for leaf in jax.tree.leaves(task.init(0)))
     k, first = max(1, round(setting.density * size)), max(1, args.steps // 10)
     # (seeds, local and global, steps)

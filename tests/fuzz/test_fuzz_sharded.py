@@ -160,7 +160,7 @@ def check(drawn: Sharded) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(max(1, PARTS // 2)))
-def test_each_device_does_what_it_would_do_alone(part):
+def test_sharded_devices_do_what_they_would_do_alone(part):
     @hypothesis.seed(part)
     @hypothesis.given(sharded())
     @_settings(IN_A_PART // 5)

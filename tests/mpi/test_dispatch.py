@@ -52,12 +52,12 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_without_mpi4jax_a_communicator_says_what_to_install(name, comm):
+def test_communicator_without_mpi4jax_says_what_to_install(name, comm):
     with pytest.raises(ImportError, match=r"pip install 'sparse-collectives\[mpi\]'"):
         FUNCTIONS[name](comm)
 
 
-def test_a_communicator_is_an_axis_that_is_bound_and_has_no_types(comm):
+def test_communicator_is_an_axis_that_is_bound_and_has_no_types(comm):
     assert _compat.is_communicator(comm)
     assert _compat.is_communicator((comm, comm))
     assert _compat.axis_is_bound(comm)

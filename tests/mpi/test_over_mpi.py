@@ -93,7 +93,7 @@ def assert_same_bits(prefix: str, mesh, workers: int, rounding: float = 0.0) -> 
 
 @pytest.mark.parametrize("workers", [2, 3, 4])
 @pytest.mark.parametrize("dtype", _cases.DTYPES)
-def test_the_transport_has_the_bits_of_the_mesh_and_its_sums_are_those_of_numpy(workers, dtype):
+def test_transport_has_the_bits_of_the_mesh_and_its_sums_are_those_of_numpy(workers, dtype):
     x = _cases.operands(dtype, workers)
     mesh = on_mesh(lambda x: _cases.transports("w", workers, x), workers, jnp.asarray(x))
     assert_same_bits(f"transport {dtype}", mesh, workers)
@@ -117,7 +117,7 @@ def test_exchanges_keep_their_order_in_branches_and_loops(workers):
 @pytest.mark.parametrize(
     ("name", "workers"), [(name, p) for name, case in _cases.CASES.items() for p in case.workers]
 )
-def test_an_allreduce_has_the_bits_of_the_mesh_and_loses_nothing(name, workers):
+def test_allreduce_has_the_bits_of_the_mesh_and_loses_nothing(name, workers):
     case, gradients = _cases.CASES[name], _cases.gradients(workers)
     axis = "w" if case.axes == "flat" else ("node", "device")
     run = functools.partial(_cases.run, case.allreduce, axis, workers)
@@ -161,7 +161,7 @@ def test_training_has_the_bits_of_the_mesh(name):
         assert sparse.count.tolist() == [training.steps - 1] * workers
 
 
-def test_the_example_trains_and_its_ranks_agree():
+def test_example_trains_and_its_ranks_agree():
     output = mpirun(3, "examples/train_mpi.py", "--steps", "60")
     (line,) = [line for line in output.splitlines() if "workers" in line]
     said = (
@@ -177,7 +177,7 @@ def test_the_example_trains_and_its_ranks_agree():
     ("method", "exchanges"),
     [("sgd", ["dense", "ssar_recursive_double"]), ("scd", ["dense_allgather", "sparse_allgather"])],
 )
-def test_the_linear_models_compute_what_the_devices_of_a_mesh_do(method, exchanges, tmp_path):
+def test_linear_models_compute_what_the_devices_of_a_mesh_do(method, exchanges, tmp_path):
     files = [tmp_path / "ranks.json", tmp_path / "mesh.json"]
     argv = ["--method", method, "--rows", "800", "--epochs", "2", "--exchange", *exchanges]
     argv.append("--json")
@@ -191,7 +191,7 @@ def test_the_linear_models_compute_what_the_devices_of_a_mesh_do(method, exchang
         assert on_ranks[name]["words"] == run["words"]
 
 
-def test_the_program_in_the_docs_runs():
+def test_program_in_the_docs_runs():
     snippets = re.findall(r"```py\n(.*?)```", (ROOT / "docs/multihost.md").read_text(), re.DOTALL)
     (program,) = [text for text in snippets if "mpi4py" in text]
     before = """

@@ -85,7 +85,7 @@ def test_processes_have_the_bits_of_one(processes, devices, tmp_path):
 
 
 @pytest.mark.parametrize(("processes", "devices"), [(3, 1), (1, 1), (2, 2), (4, 1)])
-def test_other_processes_go_on_from_a_checkpoint_of_two(two_processes, processes, devices):
+def test_checkpoint_of_two_processes_goes_on_with_others(two_processes, processes, devices):
     folder, results = two_processes
     resume = [("resume", "resume", {})]
     resumed = run_group(folder, processes, devices, resume)
@@ -113,7 +113,7 @@ def run(example, processes, *options):
     return results[0][1]
 
 
-def test_a_training_goes_on_with_the_same_and_with_other_processes(tmp_path):
+def test_training_goes_on_with_the_same_and_with_other_processes(tmp_path):
     example, saved = "train_multihost.py", tmp_path / "saved"
     options = ["--report", "10", "--checkpoints", str(saved), "--save-every", "10"]
     whole = run(example, 2, "--steps", "30", "--report", "10")
@@ -163,7 +163,7 @@ def test_sharded_parameters_learn_and_a_device_holds_its_share(capsys, layout):
     ("layout", "method"),
     [("fsdp", "ok_topk"), ("tensor", "ok_topk"), ("fsdp", "sparse_adamw --every 5")],
 )
-def test_a_site_may_be_a_process(capsys, layout, method):
+def test_site_may_be_a_process(capsys, layout, method):
     options = [*SMALL, "--steps", "10", "--layout", layout, "--method", *method.split()]
     together = losses(run("train_sharded.py", 2, "--devices", "4", *options))
     assert train_sharded.main(options) == 0

@@ -174,13 +174,15 @@ def on_mesh(function, on, in_specs, out_specs, check_vma=True, **options):
 
 
 def traced_without_devices(tx, like, workers=16):
-    """A step on this many absent devices, with gradients of these shapes."""
-    on = AbstractMesh((workers,), ("data",), axis_types=(AxisType.Auto,))
-    state = jax.eval_shape(lambda g: optax_ext.init_state(tx, g, {"data": workers}), like)
+    """A step on this many absent devices, or on axes of them, with gradients of these shapes."""
+    axes = workers if isinstance(workers, dict) else {"data": workers}
+    sizes, names = tuple(axes.values()), tuple(axes)
+    on = AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(axes))
+    state = jax.eval_shape(lambda g: optax_ext.init_state(tx, g, axes), like)
     specs = P(), optax_ext.state_specs(state)
 
     def local(gradient, state):
-        return tx.update(jax.lax.pcast(gradient, "data", to="varying"), state)
+        return tx.update(jax.lax.pcast(gradient, names, to="varying"), state)
 
     return on_mesh(local, on, specs, specs).trace(like, state)
 

@@ -64,7 +64,7 @@ def alias(name, **options):
     return function(name)(**{**needed, **options})
 
 
-def test_every_alias_has_a_row():
+def test_aliases_have_a_row_each():
     def is_alias(part):
         return inspect.isfunction(part) and "density" in inspect.signature(part).parameters
 
@@ -104,7 +104,7 @@ def comparable(key, value):
 
 
 @pytest.mark.parametrize("name", ALIASES)
-def test_it_is_its_composition_whose_options_it_takes(name, monkeypatch):
+def test_alias_is_its_composition_whose_options_it_takes(name, monkeypatch):
     """It calls sparse_allreduce with the same arguments, so it behaves the same to the bit."""
     given = []
 
@@ -148,7 +148,7 @@ TAKEN = {
 
 
 @pytest.mark.parametrize("name", TAKEN)
-def test_each_option_stands_in_the_signature_and_reaches_what_checks_it(name):
+def test_options_stand_in_the_signature_and_reach_what_checks_them(name):
     make, (taken, given) = function(name), TAKEN[name]
     parameters = inspect.signature(make).parameters
     assert taken <= set(parameters)
@@ -206,7 +206,7 @@ QUANTIZED = {"bits": 4, "bucket": 64}
         ("quantized_topk", QUANTIZED, "allreduce", "bucket=64"),
     ],
 )
-def test_what_only_some_take_reaches_the_part_that_it_is_for(name, options, part, text):
+def test_options_of_some_aliases_reach_the_part_that_they_are_for(name, options, part, text):
     assert text in getattr(settings(name, **options), part)
 
 
@@ -223,7 +223,7 @@ TAKE_A_SELECTOR = [
 
 
 @pytest.mark.parametrize("name", TAKE_A_SELECTOR)
-def test_a_selector_of_a_larger_density_than_the_alias(name):
+def test_selector_of_a_larger_density_than_the_alias(name):
     def make(density):
         selector = select.topk(density=density)
         if name in ALIASES:

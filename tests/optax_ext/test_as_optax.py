@@ -30,7 +30,7 @@ PARAMS = {"w": jnp.arange(24.0).reshape(4, 6), "b": jnp.ones(6)}
 @pytest.mark.parametrize("kind", [AxisType.Auto, slow(AxisType.Explicit)])
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.one_in(3)
-def test_with_a_mesh_init_makes_the_state_of_all_workers(name, kind):
+def test_init_with_a_mesh_makes_the_state_of_all_workers(name, kind):
     """The mesh is set by ``jax.set_mesh`` or given once."""
     tx, on = MAKERS[name](), mesh(kind=kind)
     given = optax_ext.with_mesh(tx, on)
@@ -60,7 +60,7 @@ def test_sharded_parameters_are_found_where_they_are():
         same(tx.init(params), expected)
 
 
-def test_an_abstract_mesh_gives_shapes():
+def test_init_with_an_abstract_mesh_gives_shapes():
     with jax.sharding.use_abstract_mesh(AbstractMesh((WORKERS,), ("data",))):
         shapes = jax.eval_shape(MAKERS["sparse_adamw"]().init, PARAMS)
     assert shapes.residual.shape == (WORKERS, 30)
@@ -107,7 +107,7 @@ def rosenbrock(x):
 )
 @pytest.mark.parametrize("tx", WHOLE.values(), ids=WHOLE)
 @pytest.mark.one_in(3)
-def test_it_converges_on_the_test_functions_of_optax(tx, function, start, end, workers):
+def test_optimizers_converge_on_the_test_functions_of_optax(tx, function, start, end, workers):
     def train(index):
         # Over the workers it adds up to 0.
         aside = (0.1 * (index - (workers - 1) / 2)).astype(jnp.float32)

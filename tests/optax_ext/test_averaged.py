@@ -116,7 +116,7 @@ MAY_DIFFER = {
 @loops
 @pytest.mark.parametrize("how", MAY_DIFFER)
 @pytest.mark.one_in(3)
-def test_what_may_differ_is_no_error(how, loop):
+def test_averaged_gradients_that_may_differ_are_no_error(how, loop):
     if how == "in pairs" and loop == "simulate":
         pytest.skip("vmap has no groups")
     traced(loop, step_of(TOPK_A, MAY_DIFFER[how]))
@@ -165,7 +165,7 @@ def in_micro_batches(tx, at):
     ],
     ids=["sparse_adamw", "micro-batches", "sparse_sgd", "multi_steps", "delayed"],
 )
-def test_a_forgotten_ahead_is_a_warning(tx, make):
+def test_ahead_that_is_forgotten_is_a_warning(tx, make):
     def over_all(function, in_axes):
         return jax.pmap(function, axis_name="w", devices=jax.devices()[:WORKERS], in_axes=in_axes)
 
@@ -180,7 +180,7 @@ def test_a_forgotten_ahead_is_a_warning(tx, make):
         trace(at_params)
 
 
-def test_a_forgotten_ahead_under_types():
+def test_ahead_that_is_forgotten_under_types():
     on = mesh(8, "w")
     state = optax_ext.init_state(ADAMW, PARAMS, on)
     specs = P(), optax_ext.state_specs(state)
@@ -250,12 +250,12 @@ ALIKE, OTHER = np.ones((WORKERS - 1, SIZE), "f4"), np.full((1, SIZE), 1.5, "f4")
     ],
     ids=["zero", "one worker", "NaN", "signs", "but the last", "but the first", "another leaf"],
 )
-def test_what_is_no_error(gradients):
+def test_averaged_losses_that_are_no_error(gradients):
     jax.tree.map(np.testing.assert_array_equal, checked(gradients), gradients)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, jnp.bfloat16])
-def test_one_entry_that_is_not_zero_is_enough(dtype):
+def test_averaged_gradients_are_seen_by_one_entry_that_is_not_zero(dtype):
     gradients = {"a": np.zeros((WORKERS, SIZE), dtype), "b": np.zeros(WORKERS, np.float32)}
     gradients["a"][:, 3] = -1e-7
     helpers.fails_in_the_step(lambda: checked(gradients), SAME)

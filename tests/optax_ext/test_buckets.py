@@ -36,7 +36,7 @@ def gradients():
 
 
 @pytest.mark.slow
-def test_each_bucket_is_a_buffer_of_its_own_the_last_leaves_first():
+def test_buckets_are_buffers_of_their_own_the_last_leaves_first():
     given = gradients()
     given["b"][2, 1, 7] = np.nan
     found = run(optax_ext.bucketed(topk_a(), 3), given)
@@ -50,12 +50,12 @@ def test_each_bucket_is_a_buffer_of_its_own_the_last_leaves_first():
 
 
 @pytest.mark.slow
-def test_one_bucket_is_no_bucket():
+def test_bucketed_with_one_bucket_is_no_bucket():
     for tx in (topk_a(), optax_ext.dense(axis="w")):
         same(run(optax_ext.bucketed(tx, 1), gradients()).updates, run(tx, gradients()).updates)
 
 
-def test_behind_multi_transform():
+def test_buckets_behind_multi_transform():
     """test_flush.py consolidates their residuals."""
     parts = {"sparse": optax_ext.bucketed(topk_a(), 2), "dense": optax.identity()}
     tx = optax.multi_transform(parts, LABELS | {"b": "dense", "d": "sparse"})
@@ -94,7 +94,7 @@ def waits(tx, layers=6, width=32):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("alias", [optax_ext.topk_a, optax_ext.ok_topk])
-def test_the_exchange_of_a_bucket_needs_only_the_backward_pass_of_its_layers(alias):
+def test_bucket_needs_only_the_backward_pass_of_its_layers(alias):
     """So XLA can overlap it with the rest; with one buffer the exchange needs every layer."""
     counts, whole = waits(alias(0.1, axis="w"))
     assert whole >= 5
@@ -115,7 +115,7 @@ def test_dense_buckets_give_the_bits_and_dtypes_of_one_allreduce_for_each_leaf(b
 
 @pytest.mark.parametrize("buckets", [None, 1])
 @pytest.mark.parametrize("dtype", [jnp.float16, "bfloat16"])
-def test_a_dense_mean_in_half_precision_has_half_of_the_words(buckets, dtype):
+def test_dense_mean_in_half_precision_has_half_of_the_words(buckets, dtype):
     given, tx = gradients(), optax_ext.dense(axis="w", buckets=buckets, dtype=dtype)
     found, whole = (run(x, given) for x in (tx, optax_ext.dense(axis="w", buckets=buckets)))
     workers = jax.tree.leaves(given)[0].shape[1]
@@ -132,7 +132,7 @@ def test_a_dense_mean_in_half_precision_has_half_of_the_words(buckets, dtype):
     assert words == pytest.approx(2 * (sizes / 2) * (workers - 1) / workers)
 
 
-def test_a_sum_that_float16_can_not_hold_is_a_mean_that_it_can():
+def test_dense_sum_that_float16_can_not_hold_is_a_mean_that_it_can():
     given = np.full((1, 4, 3), 6e4, np.float32)
     found = run(optax_ext.dense(axis="w", dtype="float16"), given)
     np.testing.assert_allclose(found.updates, 6e4, rtol=1e-3)
@@ -142,7 +142,7 @@ def test_a_sum_that_float16_can_not_hold_is_a_mean_that_it_can():
     ("buckets", "sizes"),
     [(None, [15, 35, 42, 48]), (1, [140]), (2, [50, 90]), (4, [50, 42, 48])],
 )
-def test_a_bucket_waits_for_its_own_leaves_only(buckets, sizes):
+def test_dense_bucket_waits_for_its_own_leaves_only(buckets, sizes):
     """The last layers first; their exchange needs no gradient of an earlier layer."""
     params = [jnp.zeros(size) for size in (48, 42, 35, 15)]
     tx = optax_ext.dense(axis="w", buckets=buckets)
@@ -205,7 +205,7 @@ def test_momentum_rate_and_dropped_entries_hold_for_dense_leaves_too():
     assert found.last.dropped.tolist() == [1] * WORKERS
 
 
-def test_all_leaves_dense_is_the_dense_allreduce_and_has_the_words_of_one_sum():
+def test_dense_leaves_only_are_the_dense_allreduce_and_have_the_words_of_one_sum():
     # These gradients have exact sums.
     given = {name: (leaf * 16).round() / 16 for name, leaf in gradients().items()}
     tx = optax_ext.ok_topk(0.1, axis="w", dense_leaves=dict.fromkeys(PARAMS, "dense"))
@@ -229,7 +229,7 @@ def test_labels_hold_for_all_below_them_and_for_multi_transform_as_well():
     assert jax.tree.structure(updates) == jax.tree.structure(PARAMS)
 
 
-def test_the_velocity_of_dense_leaves_moves_to_other_workers_and_other_labels_do_not():
+def test_dense_leaves_velocity_moves_to_other_workers_and_other_labels_do_not():
     def state(workers, labels=LABELS):
         tx = topk_a(dense_leaves=labels, correction=optax_ext.momentum_correction(0.5))
         return optax_ext.init_state(tx, PARAMS, {"w": workers})

@@ -1,8 +1,12 @@
 """Every transformation loses nothing, agrees on all workers, and can skip a step unchanged.
 
-Some of the steps have a gradient that is not finite; each row of the table is one program.
+Some of the steps have a gradient that is not finite. Each row of the table is one program, a scan,
+so the state keeps its shapes and dtypes. The words of a step are the words of its program for a
+mesh, which lowers for CPUs and GPUs.
 """
 
+import functools
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +17,7 @@ import pytest
 
 import optax_ext
 import sparse_collectives as sc
-from tests.optax_ext.helpers import flat, normal, run
+from tests.optax_ext.helpers import flat, normal, run, traced_without_devices
 
 DENSITY, STEPS, SIZE = 0.1, 8, 101
 PARAMS = {"a": (9, 10), "b": (11,)}
@@ -26,9 +30,9 @@ class Row(NamedTuple):
     """A transformation, and how it treats the gradients.
 
     `rate` is the factor by which its local transformation multiplies the gradients, at each step
-    that is taken; `sign` is the sign of its updates; `decay` applies to the residuals, `momentum`
-    to the velocities; `dtypes` are the leaves' types, which round; `every` counts the steps from
-    one exchange to the next.
+    that is taken, or None where moments decide; `sign` is the sign of its updates; `decay` applies
+    to the residuals, `momentum` to the velocities; `dtypes` are the leaves' types, which round;
+    `every` counts the steps from one exchange to the next.
     """
 
     tx: Any
@@ -50,8 +54,8 @@ def of(allreduce=None, selector=None, workers=(4,), quick=False, row=None, **opt
     return Row(tx, workers, quick, **(row or {}))
 
 
-def over_nodes(outer):
-    return of(ar.hierarchical(inner_axis="device", outer=outer), workers=(3, 2))
+def over_nodes(outer, **options):
+    return of(ar.hierarchical(inner_axis="device", outer=outer), workers=(3, 2), **options)
 
 
 def scheduled(schedule):
@@ -67,7 +71,9 @@ NARROW = ar.ok_topk(
 )
 MOMENTUM = optax_ext.momentum_correction(0.9, masking=False)
 OK_TOPK = ar.ok_topk(density=DENSITY)
+ADAMW = functools.partial(optax_ext.sparse_adamw, 0.1, axis="w", weight_decay=0.0)
 NARROW_LEAVES = {"dtypes": ("bfloat16", "float16")}
+ROUNDS = {"every": 3, "local": optax.scale(-1.0), "row": {"rate": -1.0, "every": 3}}
 ROWS = {
     "ok_topk": of(OK_TOPK),
     "ok_topk of eight": of(OK_TOPK, workers=(8,)),
@@ -125,15 +131,38 @@ ROWS = {
         OK_TOPK, select.published.adtopk_threshold(density=DENSITY, steps=6, warmup=2, period=2)
     ),
     "layerwise": of(OK_TOPK, select.layerwise(select.threshold_reuse(density=DENSITY))),
-    "rounds, agreed": of(
-        *(ar.agreed(),), every=3, local=optax.scale(-1.0), row={"rate": -1.0, "every": 3}
-    ),
+    "rounds, agreed": of(ar.agreed(), **ROUNDS),
     "rounds, topk_a": of(
         every=2, quick=True, local=optax.scale(-1.0), row={"rate": -1.0, "every": 2}
     ),
-    "rounds, ok_topk": of(
-        *(OK_TOPK,), every=3, local=optax.scale(-1.0), row={"rate": -1.0, "every": 3}
+    "rounds, ok_topk": of(OK_TOPK, **ROUNDS),
+    **{
+        f"rounds, limit, {name}": of(exchange, limit=0.5, **ROUNDS)
+        for name, exchange in (
+            ("agreed, few bits", ar.agreed(bits=None)),
+            ("gtopk", ar.published.gtopk(density=DENSITY)),
+            ("dsar", ar.published.dsar_split_allgather()),
+            ("full_sums", ar.full_sums(OK_TOPK)),
+        )
+    },
+    "rounds, narrow leaves": of(
+        ar.agreed(bits=None),
+        quick=True,
+        limit=0.5,
+        **ROUNDS | {"row": ROUNDS["row"] | NARROW_LEAVES},
     ),
+    "rounds, nodes": over_nodes(ar.topk_a(), **ROUNDS),
+    "one worker": of(workers=(1,), quick=True),
+    "one worker, ok_topk": of(OK_TOPK, workers=(1,)),
+    "one worker, dense steps": of(workers=(1,), dense_steps=2),
+    "sparse_sgd": Row(optax_ext.sparse_sgd(0.25, density=DENSITY, axis="w"), rate=-0.25),
+    "sparse_sgd in rounds": Row(
+        optax_ext.sparse_sgd(0.25, density=DENSITY, axis="w", every=2), rate=-0.25, every=2
+    ),
+    # What they add up depends on their moments: test_sparse_optimizers.py computes it.
+    "sparse_adamw": Row(ADAMW(), quick=True, rate=None),
+    "sparse_adamw, factors": Row(ADAMW(moments="factors"), rate=None),
+    "sparse_adamw in rounds": Row(ADAMW(every=3), rate=None, every=3),
     "powersgd": Row(optax_ext.powersgd(2, axis="w"), quick=True),
     "acp_sgd": Row(optax_ext.acp_sgd(2, axis="w"), quick=True),
 }
@@ -147,8 +176,23 @@ def gradients(workers, dtypes):
         for (name, shape), dtype in zip(PARAMS.items(), dtypes, strict=True)
     }
     for step, (name, value) in BAD.items():
-        given[name].reshape(STEPS, np.prod(workers), -1)[step, step % 3, 7] = value
+        given[name].reshape(STEPS, np.prod(workers), -1)[
+            step, step % min(3, np.prod(workers)), 7
+        ] = value
     return given
+
+
+def steps_of(row):
+    given = gradients(row.workers, row.dtypes)
+    return run(row.tx, given, NODES if len(row.workers) > 1 else "w")
+
+
+def traced(row, shapes):
+    """A step on absent devices, with parameters of these shapes."""
+    like = zip(shapes.items(), row.dtypes, strict=True)
+    like = {name: jax.ShapeDtypeStruct(shape, dtype) for (name, shape), dtype in like}
+    axes = dict(zip(NODES if len(row.workers) > 1 else "w", row.workers))
+    return traced_without_devices(row.tx, like, axes)
 
 
 def summed(rows, state, workers, of_dense=()):
@@ -167,14 +211,15 @@ def behind(sums):
     return np.concatenate([np.zeros((1, SIZE)), sums[:-1]])
 
 
-@pytest.mark.parametrize(
-    "row",
-    [pytest.param(r, id=n, marks=() if r.quick else pytest.mark.slow) for n, r in ROWS.items()],
-)
+def cases(rows):
+    return [pytest.param(r, id=n, marks=() if r.quick else pytest.mark.slow) for n, r in rows]
+
+
+@pytest.mark.parametrize("row", cases(ROWS.items()))
 @pytest.mark.one_in(2)
-def test_nothing_is_lost_all_agree_and_a_skipped_step_changes_nothing(row):
+def test_transformations_lose_nothing_agree_and_skip_a_step_unchanged(row):
     given, p = gradients(row.workers, row.dtypes), int(np.prod(row.workers))
-    found = run(row.tx, given, NODES if len(row.workers) > 1 else "w")
+    found = steps_of(row)
     state, updates = found.state, flat(found.updates, (STEPS, p))
     assert (updates == updates[:, :1]).all()
     for shared in (state.count, state.skipped, state.info.delivered, state.info.words):
@@ -183,7 +228,8 @@ def test_nothing_is_lost_all_agree_and_a_skipped_step_changes_nothing(row):
     # In rounds no worker waits for one that leaves out a step of its own.
     skipped = {} if row.every > 1 else BAD
     if row.every > 1:
-        assert np.sum(state.missed.reshape(STEPS, p)[-1]) == len(BAD)
+        # The devices of a node leave it out together.
+        assert np.sum(state.missed.reshape(STEPS, p)[-1]) == len(BAD) * (p // row.workers[0])
     assert state.skipped.reshape(STEPS, p)[-1].tolist() == [len(skipped)] * p
     assert state.count.reshape(STEPS, p)[-1].tolist() == [STEPS - len(skipped)] * p
     for step in skipped:
@@ -196,10 +242,14 @@ def test_nothing_is_lost_all_agree_and_a_skipped_step_changes_nothing(row):
     exchanged = [updates[step].any() for step in taken]
     assert exchanged == [(step + 1) % row.every == 0 for step in taken]
 
+    assert jnp.isfinite(state.residual).all()
+    if row.rate is None:
+        return
     kept = summed(state.residual, state, row.workers)
     each = flat(given, (STEPS, p))
     if row.every > 1:
-        each = np.where(np.isfinite(each).all(-1, keepdims=True), each, 0)
+        finite = np.isfinite(each).reshape(STEPS, row.workers[0], -1).all(-1)
+        each = np.where(finite.repeat(p // row.workers[0], 1)[..., None], each, 0)
     sums = each.sum(1)
     for count, step in enumerate(taken):
         sums[step] *= row.rate(count) if callable(row.rate) else row.rate
@@ -209,4 +259,52 @@ def test_nothing_is_lost_all_agree_and_a_skipped_step_changes_nothing(row):
     applied = row.sign * p * updates[:, 0] + kept
     expected = row.decay * behind(kept) + sums
     np.testing.assert_allclose(applied[taken], expected[taken], rtol=1e-5, atol=1e-5)
-    assert jnp.isfinite(kept).all()
+
+
+@pytest.mark.parametrize("row", cases(ROWS.items()))
+@pytest.mark.one_in(2)
+def test_words_of_a_step_are_those_of_its_program(row):
+    """And of the agreement on whether it is taken, except in rounds."""
+    p, program = int(np.prod(row.workers)), traced(row, PARAMS)
+    found = np.reshape(steps_of(row).state.info.words, (STEPS, p))[:, 0]
+    assert (found > 0).any() == (p > 1)
+    exchanged = found[found > 0] + (2 * (p - 1) / p if row.every == 1 else 0)
+    least, most = (
+        sc.traffic.of_traced(program, conditional=x).collectives for x in ("best", "worst")
+    )
+    fits = np.zeros(exchanged.shape, bool)
+    # Collectives of some steps only have a scope of their own, or take turns in one.
+    rest = {
+        r.scope: sum(x.words for x in most if x.scope == r.scope) for r in most if r.weight != 1
+    }
+    parts = [[0, rest[scope], *(r.words for r in most if r.scope == scope)] for scope in rest]
+    always = [sum(r.words for r in ways if r.scope not in rest) for ways in (least, most)]
+    for some in itertools.product(*parts):
+        low, high = (words + sum(some) for words in always)
+        fits |= (exchanged > low - 1e-2) & (exchanged < high + 1e-2)
+    assert fits.all()
+
+
+# Their states hold the state of an exchange, or several.
+ALSO = {
+    "threshold_reuse": of(OK_TOPK, select.threshold_reuse(density=DENSITY)),
+    "local_steps": Row(
+        optax_ext.local_steps(
+            optax.adam(0.1), optax.chain(optax_ext.dense(axis="w"), optax.sgd(1.0)), every=3
+        )
+    ),
+    "bucketed": Row(optax_ext.bucketed(optax_ext.topk_a(DENSITY, axis="w"), 2)),
+    "multi_steps": Row(
+        optax_ext.multi_steps(optax.chain(optax_ext.topk_a(DENSITY, axis="w"), optax.sgd(0.1)), 2)
+    ),
+}
+# Large enough for the paths of large buffers.
+LARGE = {"a": (2048, 2048), "b": (1024,)}
+
+
+@pytest.mark.parametrize("row", cases((ROWS | ALSO).items()))
+@pytest.mark.one_in(2)
+def test_step_of_the_size_of_a_model_lowers_for_cpu_and_cuda(row):
+    program = traced(row, LARGE)
+    for platform in ("cpu", "cuda"):
+        assert "stablehlo" in program.lower(lowering_platforms=(platform,)).as_text()

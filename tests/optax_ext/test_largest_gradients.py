@@ -110,7 +110,7 @@ def test_residuals_grow_by_less_than_p_times_the_bound(name):
 
 
 @pytest.mark.slow
-def test_by_option_only_the_entry_is_left_out():
+def test_largest_gradients_are_dropped_by_option_entry_by_entry():
     given = gradients(7, 0)
     _, residuals, counters = trained("gtopk", given, nonfinite="drop")
     assert np.isfinite(residuals).all()
@@ -119,7 +119,7 @@ def test_by_option_only_the_entry_is_left_out():
     assert not counters.skipped.any()
 
 
-def test_where_nothing_of_others_is_kept_every_finite_gradient_is_taken():
+def test_largest_gradients_are_taken_where_nothing_of_others_is_kept():
     given = np.zeros((HUGE + NORMAL, 7, SIZE), np.float32)
     given[0, :, 3] = LARGEST
     updates, residuals, counters = trained("topk_a", given)
@@ -130,7 +130,7 @@ def test_where_nothing_of_others_is_kept_every_finite_gradient_is_taken():
     assert (np.diff(residuals[:, 0, 3]) < 0).all()
 
 
-def test_which_allreduces_say_that_they_keep_parts_of_others():
+def test_allreduces_that_say_that_they_keep_parts_of_others():
     keep = {"gtopk", "spardl", "ssar_recursive_double, bounded"}
     keep |= {"ring_sparse", "ring_sparse, no slack"}
     assert {name for name, each in PLAIN.items() if each.may_keep_partial_sums} == keep
@@ -143,7 +143,7 @@ def test_which_allreduces_say_that_they_keep_parts_of_others():
 
 
 @pytest.mark.slow
-def test_those_that_do_not_say_so_keep_none():
+def test_allreduces_that_do_not_say_so_keep_none_of_others():
     def others(exchange):
         def step(values, indices):
             coo = sc.PaddedCOO(values, indices, SIZE)

@@ -24,7 +24,7 @@ BF16 = optax_ext.residual(jnp.bfloat16)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_where_all_is_sent_it_is_plain_momentum(nesterov):
+def test_momentum_correction_of_all_entries_is_plain_momentum(nesterov):
     correction = optax_ext.momentum_correction(0.9, nesterov=nesterov, masking=False)
     tx = optax_ext.topk_a(1.0, axis="w", correction=correction)
     dense = optax.chain(optax_ext.dense(axis="w"), optax.trace(0.9, nesterov))
@@ -34,7 +34,7 @@ def test_where_all_is_sent_it_is_plain_momentum(nesterov):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("masking", [False, True])
-def test_it_is_the_algorithm_of_dgc(masking):
+def test_momentum_correction_is_the_algorithm_of_dgc(masking):
     correction = optax_ext.momentum_correction(0.9, masking=masking)
     found = run(optax_ext.topk_a(0.1, axis="w", correction=correction), GIVEN)
     u, v = np.zeros((2, WORKERS, SIZE), np.float32)
@@ -57,7 +57,7 @@ def test_it_is_the_algorithm_of_dgc(masking):
 @pytest.mark.parametrize(
     "exchange", [slow(sc.allreduce.published.sparse_allgather()), sc.allreduce.topk_a()]
 )
-def test_only_what_was_delivered_is_masked(exchange):
+def test_masking_is_of_what_was_delivered_only(exchange):
     """The rounding error of others' entries is not a delivery."""
 
     def reduce(coo, state, *, axis):
@@ -98,7 +98,7 @@ def test_clipping_is_by_the_bound_over_the_root_of_the_workers():
     assert np.isnan(second[0]).sum() == 1
 
 
-def test_what_bfloat16_holds_is_kept_and_nothing_becomes_infinite():
+def test_bfloat16_residual_keeps_what_it_holds_and_stays_finite():
     def store(x):
         return _accumulation.store(x, BF16, axis="w", count=jnp.int32(0))
 
@@ -129,7 +129,7 @@ def test_small_gradients_add_up_in_bfloat16():
 
 
 @pytest.mark.parametrize("exponent", [-66, 40])
-def test_how_much_is_rounded_off_does_not_depend_on_the_size_of_the_gradients(exponent):
+def test_bfloat16_rounding_does_not_depend_on_the_size_of_the_gradients(exponent):
     """No number is subnormal at 1e-20: all bits except the exponents are the same as at 1."""
     tx = optax_ext.topk_a(0.1, axis="w", residual=BF16)
     scale = np.float32(2.0**exponent)
@@ -139,7 +139,7 @@ def test_how_much_is_rounded_off_does_not_depend_on_the_size_of_the_gradients(ex
     np.testing.assert_array_equal(of_scaled, residuals * scale)
 
 
-def test_what_is_missing_in_bfloat16_is_within_its_bound_and_cancels():
+def test_bfloat16_errors_are_within_their_bound_and_cancel():
     tx = optax_ext.topk_a(0.1, axis="w", residual=BF16)
     rng = np.random.default_rng(1)
     given = (1e-20 * rng.standard_normal((12, WORKERS, 4000))).astype(np.float32)
@@ -158,7 +158,7 @@ def test_what_is_missing_in_bfloat16_is_within_its_bound_and_cancels():
 
 
 @pytest.mark.parametrize("policy", [slow("skip"), "drop"])
-def test_what_is_finite_after_the_decay_is_accumulated(policy):
+def test_decayed_residual_takes_what_is_finite_after_the_decay(policy):
     how = optax_ext.residual(decay=0.5)
     tx = optax_ext.topk_a(0.5, axis="w", residual=how, nonfinite=policy)
     # Two entries of the first step stay in the residual, and the second step adds to them.
@@ -178,7 +178,7 @@ limited = functools.partial(optax_ext.topk_a, density=1.0, axis="w", local=MINUS
 
 @pytest.mark.parametrize("limit", [2.0, lambda count: 2.0 / jnp.float32(1 + count)])
 @pytest.mark.one_in(2)
-def test_what_is_beyond_comes_later(limit):
+def test_limit_lets_what_is_beyond_come_later(limit):
     given = np.zeros((4, 2, 2), np.float32)
     given[0] = [[-10.0, 1.0], [0.0, 3.0]]
     updates = run(limited(limit=limit), given).updates[:, 0]
@@ -195,7 +195,7 @@ def test_dense_steps_have_no_limit():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["skip", "propagate"])
-def test_what_is_not_finite_goes_as_without_a_limit(policy):
+def test_limit_lets_what_is_not_finite_go(policy):
     given = np.float32([[[np.inf, 0.5, np.nan], [1.0, 0.25, 1.0]]])
     with_one, without = (run(limited(limit=x, nonfinite=policy), given) for x in (1.0, None))
     np.testing.assert_array_equal(with_one.updates, without.updates)
@@ -203,7 +203,7 @@ def test_what_is_not_finite_goes_as_without_a_limit(policy):
 
 
 @pytest.mark.parametrize(("density", "rates"), [slow(0.5, 2.0), (0.05, 2.0), (0.025, 4.0)])
-def test_the_default_limit_is_a_tenth_of_the_wait(density, rates):
+def test_limit_by_default_is_a_tenth_of_the_wait(density, rates):
     """An entry moves by this many learning rates, and by 1/4 of the excess."""
     rate, size = 0.125, 40
     tx = optax_ext.sparse_adamw(rate, density=density, axis="w", weight_decay=0.0)
@@ -268,7 +268,7 @@ def test_noise_beside_many_steady_entries_moves():
 
 @pytest.mark.parametrize("limit", [0.5, 2.0, 8.0])
 @pytest.mark.one_in(3)
-def test_no_more_waits_than_three_times_the_most_that_arrived_between_two_deliveries(limit):
+def test_limit_keeps_three_times_what_arrived_between_two_deliveries_at_most(limit):
     """The bound that is documented, for one entry that is delivered at every step."""
     rng = np.random.default_rng(1)
     arrived = rng.exponential(6.0, 200).astype(np.float32)

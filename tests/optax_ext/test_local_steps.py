@@ -67,7 +67,7 @@ def test_delays_and_mixing_have_the_numbers_of_torchft(delay, mixing, first, sec
     assert tuple(own[1][step] for step in (6, 12)) == second
 
 
-def test_with_a_mixing_of_one_workers_go_on_where_they_are():
+def test_mixing_of_one_lets_workers_go_on_where_they_are():
     own, _, common, _ = of_torchft(0, 1.0)
     assert own[:10] == [1 - 2 * step for step in range(10)]
     assert (common[3], common[9]) == (-11, -23)
@@ -94,7 +94,7 @@ def test_averaged_workers_are_sparse_sgd_in_rounds_that_sends_all():
 
 
 @pytest.mark.parametrize("fragments", [1, 2])
-def test_the_words_are_those_of_one_exchange_in_a_round(fragments):
+def test_local_steps_have_the_words_of_one_exchange_in_a_round(fragments):
     tx = optax_ext.published.streaming_diloco(
         optax.adamw(0.1), axis="data", every=4, fragments=fragments, delay=1
     )
@@ -105,7 +105,7 @@ def test_the_words_are_those_of_one_exchange_in_a_round(fragments):
     assert all(row.weight == 1 / 4 for row in traffic.collectives)
 
 
-def test_the_info_is_that_of_the_last_step():
+def test_local_steps_info_is_that_of_the_last_step():
     tx = optax_ext.local_steps(optax.sgd(0.1), MEAN, every=3)
     info = optax_ext.get_info(run(tx, normal((4, WORKERS, SIZE))).states)
     assert info.words[:, 0].tolist() == [0, 0, pytest.approx(2 * SIZE * 2 / 3), 0]
@@ -113,7 +113,7 @@ def test_the_info_is_that_of_the_last_step():
 
 
 @pytest.mark.slow
-def test_a_share_of_what_an_exchange_leaves_is_applied_at_home():
+def test_local_steps_apply_a_share_of_what_an_exchange_leaves_at_home():
     """The moves of this round are applied in full, and 1/P of the residual."""
     given = normal((2, WORKERS, SIZE))
     tx = optax_ext.local_steps(optax.sgd(1.0), optax_ext.sparse_sgd(1.0, axis="w"), every=2)
@@ -132,7 +132,7 @@ def test_a_share_of_what_an_exchange_leaves_is_applied_at_home():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.one_in(2)
-def test_nothing_is_lost_between_rounds_and_in_what_is_not_sent(dtype):
+def test_local_steps_lose_nothing_between_rounds_and_in_what_is_not_sent(dtype):
     """The common parameters, the residuals and the workers' moves add up to all local steps."""
     given = normal((8, WORKERS, SIZE)).astype(dtype)
     tx = optax_ext.published.sparse_loco(optax.sgd(1.0), density=0.1, axis="w", every=3, decay=1.0)
@@ -146,7 +146,7 @@ def test_nothing_is_lost_between_rounds_and_in_what_is_not_sent(dtype):
     assert sparse.residual[2].any()
 
 
-def test_a_step_that_is_not_finite_is_left_out_by_the_worker_that_made_it():
+def test_local_steps_that_are_not_finite_are_left_out_by_their_worker():
     given = normal((4, WORKERS, SIZE))
     given[1, 1, 7], given[3, 2, 0] = np.nan, np.inf
     tx = optax_ext.local_steps(optax.adam(0.1), MEAN, every=2)
@@ -159,7 +159,7 @@ def test_a_step_that_is_not_finite_is_left_out_by_the_worker_that_made_it():
     assert found.updates[1].any()
 
 
-def test_a_round_goes_on_from_a_checkpoint_and_with_other_workers():
+def test_local_steps_go_on_from_a_checkpoint_and_with_other_workers():
     tx = optax_ext.published.diloco(optax.adam(0.1), axis="data", every=3, momentum=0.5)
     batches = [batch_of(seed=seed) for seed in range(5)]
     whole = train(tx, loss_fn, PARAMS, batches, mesh())[-1]
@@ -187,7 +187,7 @@ def test_a_round_goes_on_from_a_checkpoint_and_with_other_workers():
 @pytest.mark.parametrize(
     "inner", [optax.adamw(0.03), optax.contrib.muon(0.03)], ids=["adamw", "muon"]
 )
-def test_it_trains_with_sharded_parameters(inner):
+def test_local_steps_train_with_sharded_parameters(inner):
     on, specs = mesh((2, 2), ("data", "model")), {"w": P(None, "model"), "b": P("model")}
     tx = optax_ext.published.diloco(inner, axis="data", every=4, outer_rate=1.0, momentum=0.0)
     placed = shards.placed(PARAMS, on, specs)
@@ -217,14 +217,14 @@ def test_joined_leaves_are_one_sum_with_the_same_result():
     same(*ended)
 
 
-def test_what_was_moved_in_half_a_round_is_not_lost_by_a_flush():
+def test_flush_in_half_a_round_of_local_steps_loses_nothing():
     tx = optax_ext.published.diloco(optax.sgd(0.1), axis="data", every=2, momentum=0.0)
     found = train(tx, loss_fn, PARAMS, [batch_of()] * 2, mesh())
     refused("in the middle of a round.*until the round ends", optax_ext.flush, *found[1][:2])
     same(optax_ext.flush(*found[2][:2])[0], found[2][0])
 
 
-def test_what_rounds_can_not_be():
+def test_local_steps_that_can_not_be():
     refused("every must be an integer", rounds, every=0)
     refused("fragments must be an integer", rounds, every=4, fragments=1.5)
     refused("every=10 is no multiple of fragments=4.*every=12", rounds, every=10, fragments=4)

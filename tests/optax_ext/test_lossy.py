@@ -55,7 +55,7 @@ def test_two_bits_converge_where_nobody_keeps_their_error():
 
 
 @pytest.mark.slow
-def test_the_residual_of_quantized_topk_is_what_was_not_selected():
+def test_quantized_topk_residual_is_what_was_not_selected():
     """With feedback it also includes the rounding error, and then nothing is lost."""
     gradients = np.random.default_rng(1).standard_t(3, (4, 600)).astype(np.float32)
     selector = sc.select.bucketed(density=0.1, bucket=512)

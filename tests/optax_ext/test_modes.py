@@ -111,7 +111,7 @@ def test_two_mesh_axes_are_one_set_of_workers():
 
 
 @pytest.mark.parametrize("nodes", [False, True])
-def test_the_state_of_all_workers_on_one_device_equals_that_on_a_mesh(nodes):
+def test_state_of_all_workers_on_one_device_equals_that_on_a_mesh(nodes):
     tx, on = TX, mesh()
     if nodes:
         correction = optax_ext.momentum_correction(0.9)
@@ -128,7 +128,7 @@ OK_TOPK = sc.allreduce.ok_topk(density=DENSITY, slack=1.0)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(3, 2), (1, 4), (2, 1)])
-def test_a_hierarchy_is_algorithm_2_of_the_paper(shape):
+def test_hierarchy_is_algorithm_2_of_the_paper(shape):
     given = normal((STEPS, *shape, 101))
     tx, shard = over_nodes(sc.allreduce.topk_a(), DENSITY), -(-101 // shape[1])
     found = run(tx, given, NODES)
@@ -143,7 +143,7 @@ def test_a_hierarchy_is_algorithm_2_of_the_paper(shape):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_on_a_mesh_a_hierarchy_does_what_it_does_in_simulation(check_vma):
+def test_hierarchy_on_a_mesh_does_what_it_does_in_simulation(check_vma):
     given, on, tx = normal((STEPS, 3, 2, 101)), mesh((3, 2), NODES), over_nodes(OK_TOPK, DENSITY)
     state, expected = optax_ext.init_state(tx, jnp.zeros(101), on), run(tx, given, NODES)
     specs = optax_ext.state_specs(state)
@@ -240,7 +240,7 @@ def test_axes_of_one_worker_or_of_one_device(sizes, names, specs, options):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.one_in(2)
-def test_a_mapped_function_of_ones_own_over_explicit_axes(check_vma):
+def test_mapped_function_of_ones_own_over_explicit_axes(check_vma):
     """The state is on the mesh that was given, and trains as on one with automatic axes."""
     ends, tx = [], sparse_sgd(axis="data")
     for kind in (AxisType.Auto, AxisType.Explicit):

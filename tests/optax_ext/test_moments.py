@@ -45,7 +45,7 @@ def scaled(moments, gradients, axes=None, b2=B2, eps=EPS):
 
 @pytest.mark.parametrize("moments", FORMS)
 @pytest.mark.one_in(2)
-def test_each_form_is_what_it_says_of_all_shapes(moments):
+def test_moments_of_each_form_are_what_they_say_for_all_shapes(moments):
     found = run(LOCAL(B2, EPS, axis="w", moments=moments), GIVEN)
     for shape in (*MATRICES, *NO_MATRICES):
         name, axes = str(shape), MATRICES.get(shape)
@@ -61,7 +61,7 @@ def test_each_form_is_what_it_says_of_all_shapes(moments):
 
 
 @pytest.mark.parametrize("moments", FORMS)
-def test_the_first_step_has_no_bias_and_what_has_no_gradient_does_not_move(moments):
+def test_moments_have_no_bias_at_first_and_move_nothing_without_a_gradient(moments):
     """The factors are exact for squares that are a product of rows and columns."""
     rows, columns = np.array([1.0, 0.0, 3.0]), np.array([2.0, 0.5, 0.0, 1.0])
     g = np.outer(rows, columns if moments == "factors" else np.ones(4)).astype(np.float32)
@@ -126,7 +126,7 @@ def test_sparse_adamw_of_all_entries_on_eight_devices(moments):
 @pytest.mark.parametrize("moments", FORMS)
 @pytest.mark.parametrize("nonfinite", ["skip", "drop"])
 @pytest.mark.one_in(2)
-def test_what_is_no_gradient_is_in_no_moment(moments, nonfinite):
+def test_moments_do_not_take_what_is_no_gradient(moments, nonfinite):
     """This includes finite values whose squares are not finite."""
     given = TARGETS.copy()
     given[0, 1, 3], given[1, 2, 130], given[2, 3, 5] = np.nan, 1e25, -np.inf
@@ -158,7 +158,7 @@ def test_sharded_parameters_have_the_moments_of_whole_leaves(moments):
     shards.same_on_devices(split[:2])
 
 
-def test_another_number_of_workers_and_what_is_like_the_parameters():
+def test_moments_with_another_number_of_workers_and_like_the_parameters():
     tx = SPARSE(moments="factors")
     _, state, _ = train(tx, loss_fn, PARAMS, TARGETS[:2, :4], mesh(4))[-1]
     moved = optax_ext.reshard(state, optax_ext.init_state(tx, PARAMS, mesh(2)))
@@ -167,7 +167,7 @@ def test_another_number_of_workers_and_what_is_like_the_parameters():
     assert found.local[0].columns == found.local[0].nu == {"a": "a", "b": "b"}
 
 
-def test_a_rate_of_inject_hyperparams():
+def test_moments_with_a_rate_of_inject_hyperparams():
     tx = optax.inject_hyperparams(optax_ext.sparse_adamw)(0.05, axis="data", moments="factors")
     params, _, loss = train(tx, loss_fn, PARAMS, TARGETS[:1], mesh(8))[-1]
     assert np.isfinite(loss)

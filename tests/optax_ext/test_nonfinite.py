@@ -90,7 +90,7 @@ def test_raise_on_a_mesh():
 
 
 @pytest.mark.parametrize("policy", [slow("skip"), slow("drop"), "propagate"])
-def test_the_sum_of_gradient_and_residual(policy):
+def test_nonfinite_sum_of_gradient_and_residual(policy):
     """Worker 0 keeps 1e38 at index 2, since index 3 is larger, and gets 3e38 more."""
     given = np.zeros((2, 2, 4), np.float32)
     given[0, 0, 2], given[0, 0, 3] = 1e38, 2e38  # at density 1/4 only index 3 is sent
@@ -130,7 +130,7 @@ LARGE_SUMS[2, :, 3] = -2e38
         slow("skip", sc.allreduce.published.dsar_split_allgather()),
     ],
 )
-def test_a_sum_that_overflows_stays_with_the_workers(policy, exchange):
+def test_overflow_of_a_sum_stays_with_the_workers(policy, exchange):
     found = run(summing(0.25, exchange, nonfinite=policy), LARGE_SUMS)
     updates, residuals = found.updates, found.residuals
     jax.effects_barrier()
@@ -152,7 +152,7 @@ def test_a_sum_that_overflows_stays_with_the_workers(policy, exchange):
 @pytest.mark.parametrize("make", [optax_ext.sparse_adamw, optax_ext.sparse_sgd])
 @pytest.mark.parametrize("large", [2.0**62, 2.0**63, -(2.0**64), 1e38, np.nan])
 @pytest.mark.one_in(3)
-def test_a_gradient_whose_square_would_overflow_is_not_accumulated(make, large):
+def test_overflow_of_a_square_is_not_accumulated(make, large):
     """The gradient is checked, not the optimizer's step, which is finite and meaningless.
 
     The second moment of an entry that was once infinite would stop that entry for good.
@@ -166,7 +166,7 @@ def test_a_gradient_whose_square_would_overflow_is_not_accumulated(make, large):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(found.last.local))
 
 
-def test_a_gradient_whose_square_would_overflow_is_dropped():
+def test_overflow_of_a_square_is_dropped():
     given = normal((STEPS, WORKERS, SIZE))
     given[2, 1, 7] = 2.0**64
     found = run(UNDECAYED(0.1, density=0.5, nonfinite="drop"), given)
@@ -183,7 +183,7 @@ def test_a_gradient_whose_square_would_overflow_is_dropped():
     ],
 )
 @pytest.mark.one_in(3)
-def test_a_rate_with_which_an_increment_might_overflow_takes_no_step(make, rate):
+def test_overflow_of_an_increment_by_its_rate_takes_no_step(make, rate):
     """The gradients do not show it; the increment of the largest possible gradient does."""
     tx = make(lambda count: jnp.where(count == 2, rate, 0.1), axis="w", weight_decay=0.0)
     found = run(tx, normal((STEPS, WORKERS, SIZE)))
@@ -200,7 +200,7 @@ def test_a_rate_with_which_an_increment_might_overflow_takes_no_step(make, rate)
         *(slow("steps", policy) for policy in POLICIES),
     ],
 )
-def test_a_dense_sum_that_overflows_is_left_out_and_counted(where, policy):
+def test_overflow_of_a_dense_sum_is_left_out_and_counted(where, policy):
     """Dense leaves have no residual, so their sum cannot wait."""
     given = np.zeros((2, 2, 6), np.float32)
     given[0, :, 1], given[0, :, 4] = LARGE, (1.0, 2.0)
@@ -222,7 +222,7 @@ def test_a_dense_sum_that_overflows_is_left_out_and_counted(where, policy):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_float16_leaf_whose_residual_grows_beyond_it(policy):
+def test_overflow_of_a_float16_leaf_by_its_residual(policy):
     """One of 16 equal entries is sent at each step, so the last one waits for 15 steps."""
     given = np.full((20, 2, 16), 2e4, np.float16)
     found = run(optax_ext.ok_topk(1 / 16, axis="w", nonfinite=policy), given)
@@ -247,7 +247,7 @@ def test_a_float16_leaf_whose_residual_grows_beyond_it(policy):
     ("policy", "expected"), [("skip", np.finfo(np.float16).max), ("propagate", np.inf)]
 )
 @pytest.mark.one_in(2)
-def test_a_narrow_leaf_that_is_dense_saturates(policy, expected):
+def test_narrow_leaf_that_is_dense_saturates(policy, expected):
     options = {"dense_leaves": "dense", "local": optax.scale(2.0), "nonfinite": policy}
     tx = optax_ext.topk_a(0.5, axis="w", **options)
     found = run(tx, np.full((1, 2, 4), 6e4, np.float16))

@@ -46,7 +46,7 @@ def agreed_words(t, workers):
     ("workers", "paper"), [(8, True), (4, "corrected"), slow(4, True), slow(8, "corrected")]
 )
 @pytest.mark.one_in(2)
-def test_every_step_is_that_of_the_paper(workers, paper):
+def test_ok_topk_paper_steps_are_those_of_the_paper(workers, paper):
     oracle = Published(workers, SIZE, K, TAU_PRIME, TAU, corrected=paper == "corrected")
     updates, (residuals, info, boundaries) = steps_of(workers, paper, slack=float("inf"))
     steps = []
@@ -103,7 +103,7 @@ RANDOM = np.random.default_rng(0).multinomial(32, SHARES, 6).tolist()
 
 @pytest.mark.parametrize("owned", [*OWNED, *CROWDED, *RANDOM])
 @pytest.mark.one_in(3)
-def test_after_the_gate_each_worker_has_its_share_of_what_there_is(owned):
+def test_ok_topk_paper_gate_gives_each_worker_its_share(owned):
     # Each worker has 4 entries in each region of 80, and no other worker the same ones.
     place = np.arange(8)[:, None, None], np.arange(8)[:, None], np.arange(4)
     indices = 80 * place[1] + 4 * place[0] + place[2]
@@ -148,7 +148,7 @@ def test_algorithm_2_has_the_rate_of_each_step_inside_the_accumulation(paper):
     assert len(set(counts)) > 2
 
 
-def test_what_has_no_place_beside_it():
+def test_ok_topk_paper_refuses_what_has_no_place_beside_it():
     for name, value in (("regions", "equal"), ("balance", "never")):
         for paper in (True, "corrected"):
             message = f"paper={paper!r} .*{name}='{value}'"

@@ -52,7 +52,7 @@ def statistics(leaf, other):
 
 @pytest.mark.parametrize("workers", [1, 2, 7])
 @pytest.mark.parametrize("check_vma", [slow(True), False])
-def test_the_result_is_that_of_every_leaf_by_itself(check_vma, workers):
+def test_partitioned_result_is_that_of_every_leaf_by_itself(check_vma, workers):
     given, other = tree(), tree(1)
     given["bias"] = given["bias"].at[2].set(jnp.nan)
     got = over_all(contrib.distributed(statistics, axis="w"), workers, check_vma)(given, other)
@@ -63,7 +63,7 @@ def test_the_result_is_that_of_every_leaf_by_itself(check_vma, workers):
         assert len({np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards}) == 1
 
 
-def test_each_worker_computes_its_own_and_one_message_follows():
+def test_partitioned_workers_compute_their_own_and_one_message_follows():
     largest = contrib.distributed(lambda x: jnp.linalg.svd(jnp.atleast_2d(x))[1][0], axis="w")
     program = over_all(largest, 4).trace(tree())
     assert program.lower().as_text().count("stablehlo.case") == 1
@@ -187,7 +187,7 @@ def test_low_precision_is_summed_in_float32_and_mixed_dtypes_are_those_of_optax(
         assert scaled(updates, params, 2).dtype == want.dtype
 
 
-def test_one_small_allreduce_and_slices_only():
+def test_partitioned_norms_are_one_small_allreduce_and_slices_only():
     """Two numbers for each sliced leaf travel, and the norms read a P-th."""
     step = jax.make_jaxpr(lambda u, p: RATIO.update(u, (), p)[0], axis_env=[("w", 8)])
     text = str(step(tree(1), tree()))

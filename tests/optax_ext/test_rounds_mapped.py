@@ -25,7 +25,7 @@ from tests.optax_ext.helpers import (
 WORKERS, SIZE, EVERY = 3, 40, 3
 
 
-def test_a_step_returns_the_loss_of_each_worker():
+def test_rounds_return_the_loss_of_each_worker():
     given, options = batch_of(), {"density": 0.1, "axis": "data"}
     step, rounds = (
         train(optax_ext.sparse_sgd(0.1, every=h, **options), loss_fn, PARAMS, [given], mesh())[-1][
@@ -49,7 +49,7 @@ def test_a_step_returns_the_loss_of_each_worker():
 
 
 @pytest.mark.parametrize("loop", ["shard_map", slow("pmap"), slow("check_vma=False")])
-def test_every_mapped_function_has_the_same_bits(loop):
+def test_rounds_have_the_same_bits_in_every_mapped_function(loop):
     given = normal((WORKERS, 7, SIZE))
     given[1, 3, 5] = np.nan
     tx = optax_ext.sparse_adamw(0.1, density=0.1, axis="w", every=EVERY, weight_decay=0.0)
@@ -99,7 +99,7 @@ def test_sharded_parameters_have_the_bits_of_their_parts(manual):
 
 
 @pytest.mark.slow
-def test_it_trains_with_fsdp_inside_of_a_site():
+def test_rounds_train_with_fsdp_inside_of_a_site():
     on = mesh((2, 2), ("data", "model"))
     specs = {"w": P(None, "model"), "b": P("model")}
     tx = optax_ext.sparse_adamw(0.03, density=0.2, axis="data", every=4)

@@ -54,7 +54,7 @@ def test_dense_steps_are_the_mean_and_keep_nothing(kind):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_one_worker_with_dense_steps(check_vma):
+def test_dense_steps_of_one_worker(check_vma):
     tx = optax_ext.published.gtopk(density=0.1, axis="w", dense_steps=2)
     on, gradient = mesh(1, "w"), GIVEN[0, :1]
     state = optax_ext.init_state(tx, jnp.zeros(SIZE), on)
@@ -66,7 +66,7 @@ def test_one_worker_with_dense_steps(check_vma):
 
 
 @pytest.mark.slow
-def test_the_traffic_of_a_step_with_dense_steps():
+def test_dense_steps_traffic():
     """Both branches are in the program: by default the meter takes the dense one, as the worst."""
     workers, dense_steps, steps = 8, 10, 1000
 
@@ -94,7 +94,7 @@ def test_the_traffic_of_a_step_with_dense_steps():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bad_step", [None, 3])
-def test_as_many_as_the_schedule_says_and_steps_that_select_nothing_do_not_count(bad_step):
+def test_scheduled_density_is_that_of_the_schedule_and_only_counts_selections(bad_step):
     """The schedule begins after the dense steps, and goes on after a skipped one."""
     given, counts = GIVEN.copy(), [0, 0, 20, 8, 2, 2]
     if bad_step is not None:
@@ -110,7 +110,7 @@ def test_as_many_as_the_schedule_says_and_steps_that_select_nothing_do_not_count
 
 
 @pytest.mark.slow
-def test_a_schedule_out_of_range_is_clipped_and_counted_and_a_strict_one_in_range_is_the_same():
+def test_schedule_out_of_range_is_clipped_and_a_strict_one_in_range_is_the_same():
     tx = topk_a(0.1, lambda count: jnp.array([0.9, 0.1, 0.05, jnp.nan, -1.0, 0.1])[count])
     found = run(tx, GIVEN)
     assert found.state.info.selected[:, 0, 0].tolist() == [4, 4, 2, 1, 1, 4]
@@ -129,7 +129,7 @@ def test_a_schedule_out_of_range_is_clipped_and_counted_and_a_strict_one_in_rang
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bad", [0.5, -1.0, np.nan])
-def test_a_strict_schedule_out_of_range_raises_in_the_step_that_has_it(bad):
+def test_strict_schedule_out_of_range_raises_in_the_step_that_has_it(bad):
     values, on = jnp.array([0.1, 0.05, bad, 0.1]), mesh(4, "w")
     tx = topk_a(0.1, strict_density(lambda count: values[count], 0.1))
     state = optax_ext.init_state(tx, jnp.zeros(20), on)
@@ -156,11 +156,11 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("call", "message"), WRONG)
-def test_what_is_known_to_be_out_of_range_is_an_error_at_once(call, message):
+def test_schedule_known_to_be_out_of_range_is_an_error_at_once(call, message):
     refused(message, call, error=(TypeError, ValueError))
 
 
-def test_the_schedules_that_are_there():
+def test_schedules_that_are_there():
     dgc, falling = staged_density(5), exponential_density(0.4, 0.1, 2)
     assert np.allclose([dgc(t) for t in (0, 5, 10, 15, 99)], [0.25, 0.0625, 0.015625, 0.004, 0.001])
     assert np.allclose([falling(t) for t in range(4)], [0.4, 0.2, 0.1, 0.1])
@@ -169,7 +169,7 @@ def test_the_schedules_that_are_there():
         assert strict_density(schedule, 0.25) is schedule
 
 
-def test_a_checkpoint_says_which_schedule_it_was():
+def test_schedule_is_named_in_a_checkpoint():
     def metadata(schedule):
         state = optax_ext.init_state(topk_a(0.5, schedule), jnp.zeros(40), {"w": 2})
         return optax_ext.checkpoint_metadata(state)["sparse"][""]["selector"]

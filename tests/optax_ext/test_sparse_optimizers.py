@@ -90,7 +90,7 @@ def test_sparse_adamw_is_what_it_says(check_vma):
         ({"a": "dense", "b": "dense"}, "skip"),
     ],
 )
-def test_the_flat_buffers_of_adamw_get_what_the_leaves_would(labels, nonfinite):
+def test_flat_buffers_of_adamw_get_what_the_leaves_would(labels, nonfinite):
     """There is one buffer for each way of exchange, and no transformation of the tree."""
     given = targets()
     given[2, 1, [7, 100]] = np.nan
@@ -127,7 +127,7 @@ def test_sparse_sgd_of_all_entries_is_sgd():
         assert (np.asarray(optax_ext.get_state(state).residual) == 0).all()
 
 
-def test_more_workers_look_ahead_by_a_tenth_at_least():
+def test_step_ahead_of_many_workers_is_a_tenth_at_least():
     shares = [_accumulation.coefficient(1.0, workers) for workers in (1, 4, 10, 16, 100)]
     assert shares == [1.0, 0.25, 0.1, 0.1, 0.1]
     assert _accumulation.coefficient(0.5, 4) == 0.125
@@ -161,7 +161,7 @@ WAYS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-def test_a_worker_looks_ahead_by_a_share_of_what_waits(way):
+def test_step_ahead_is_a_share_of_what_waits(way):
     tx, share = WAYS[way]
     on = mesh((2, 2), ("node", "device")) if way == "nodes" else mesh()
     params, state, _ = trained(tx, steps=3, on=on)[-1]
@@ -177,7 +177,7 @@ def test_a_worker_looks_ahead_by_a_share_of_what_waits(way):
 
 
 @pytest.mark.slow
-def test_a_skipped_step_decays_nothing_and_learns_nothing():
+def test_skipped_step_decays_nothing_and_learns_nothing():
     tx = optax_ext.sparse_adamw(0.1, density=0.1, axis="data", weight_decay=0.5)
     given = targets()
     given[3, 1, 7] = np.nan
@@ -198,7 +198,7 @@ def test_weight_decay_where_the_mask_says():
 
 
 @pytest.mark.slow
-def test_a_rate_that_is_zero_at_the_start_moves_nothing_and_recovers():
+def test_learning_rate_of_zero_at_the_start_moves_nothing_and_recovers():
     schedule = optax.linear_schedule(0.0, 0.1, 4)
     for make in (optax_ext.sparse_adamw, optax_ext.sparse_sgd):
         states = trained(make(schedule, density=0.1, axis="data"))
@@ -208,7 +208,7 @@ def test_a_rate_that_is_zero_at_the_start_moves_nothing_and_recovers():
 
 
 @pytest.mark.slow
-def test_each_worker_has_one_entry_at_least():
+def test_selection_has_one_entry_of_each_worker_at_least():
     _, state, _ = trained(optax_ext.sparse_sgd(0.1, density=0.01, axis="data"))[-1]
     assert int(optax_ext.get_info(state).delivered) >= WORKERS
 

@@ -15,7 +15,6 @@ from sklearn.datasets import load_digits
 import optax_ext
 import sparse_collectives as sc
 from optax_ext._loop import _arrays
-from tests.optax_ext import helpers
 from tests.optax_ext.helpers import flat, mesh, normal, on_mesh, refused, train
 
 WORKERS = 8
@@ -89,20 +88,6 @@ def test_the_step_needs_one_buffer_of_n_beside_the_residual():
     # Scratch for packed masks and k-sized buffers, and no n-sized one.
     assert memory.temp_size_in_bytes < 0.75 * 4 * size
     assert memory.alias_size_in_bytes >= 4 * size
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("platform", ["cpu", "cuda"])
-@pytest.mark.parametrize("selector", ["topk", "threshold_reuse"])
-def test_a_step_of_the_size_of_a_model_lowers_for(platform, selector):
-    """For 16 absent devices, with a model large enough for the paths of large buffers."""
-    n, workers = 1 << 22, 16
-    choose = getattr(sc.select, selector)(density=0.01)
-    tx = optax_ext.ok_topk(density=0.01, axis="data", selector=choose)
-    traced = helpers.traced_without_devices(tx, jax.ShapeDtypeStruct((n,), jnp.float32), workers)
-    traced.lower(lowering_platforms=(platform,))
-    words = sc.traffic.of_traced(traced, frequencies={"balance": (0.0, 0.0, 1.0, 0.0)}).words
-    assert words <= 6 * round(0.01 * n) * (workers - 1) / workers
 
 
 @pytest.mark.slow

@@ -82,7 +82,7 @@ def cases():
 
 @pytest.mark.parametrize(("name", "times"), list(cases()))
 @pytest.mark.one_in(3)
-def test_no_entry_waits_long_beside_one_that_is_much_larger(name, times):
+def test_waits_beside_a_much_larger_entry_are_short(name, times):
     gradient = np.random.default_rng(0).uniform(1, 2, SIZE)
     gradient[HUGE] *= times
     axis, shape = (nodes.AXES, (3, 2)) if name in OVER_NODES else ("w", (3,))
@@ -132,7 +132,7 @@ FITS = pytest.mark.xfail(strict=True, reason="docs/selectors.md: one entry widen
     ],
 )
 @pytest.mark.one_in(3)
-def test_no_entry_waits_long_for_a_selector(selector, times):
+def test_waits_for_a_selector_are_short(selector, times):
     gradient = np.random.default_rng(0).uniform(1, 2, (2, SIZE))
     gradient[:, HUGE] *= times
     moved = updates_of(selector, sc.allreduce.topk_a(), gradient) != 0

@@ -118,7 +118,7 @@ def equal(row, ends):
 
 
 @rows(combinations.ROWS)
-def test_at_density_one_it_is_the_dense_one(row):
+def test_combination_at_density_one_is_the_dense_one(row):
     ends = [end_of(row, with_all_entries(row, density))[0] for density in (1.0, None)]
     equal(row, ends)
     # Otherwise equality would mean nothing.
@@ -128,7 +128,7 @@ def test_at_density_one_it_is_the_dense_one(row):
 
 @rows(combinations.ROWS, quick=["`optax_ext.delayed` around the chain"])
 @pytest.mark.slow
-def test_at_density_a_tenth_nothing_is_lost_and_no_worker_drifts(row):
+def test_combination_at_density_a_tenth_loses_nothing_and_no_worker_drifts(row):
     params, state = trained(row)
     assert all(len(leaf.addressable_shards) == WORKERS for leaf in jax.tree.leaves(params))
     same_on_devices(params)
@@ -162,7 +162,7 @@ def own_loop(row, mode):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", combinations.ALL)
 @rows([row for row in combinations.ROWS if row.also])
-def test_the_same_in_a_loop_of_ones_own(row, mode):
+def test_combination_in_a_loop_of_ones_own_is_the_same(row, mode):
     expected, _ = trained(row)
     for ours, theirs in zip(*map(jax.tree.leaves, (own_loop(row, mode), expected)), strict=True):
         ours = np.asarray(ours)
@@ -190,7 +190,7 @@ DIFFERENT = {row.name for row in combinations.ROWS if row.also} - {"`optax_ext.c
 
 @rows([row for row in combinations.ROWS if row.sharded], quick=DIFFERENT)
 @pytest.mark.one_in(3)
-def test_with_sharded_parameters_at_density_one_it_is_the_dense_one(row):
+def test_combination_with_sharded_parameters_is_the_dense_one(row):
     apart, together = mesh((4, 2), ("data", "model")), mesh(4)
     ends = []
     for where, density in ((apart, 1.0), (together, None)):

@@ -86,9 +86,14 @@ VARIANTS = {
     "ok_topk, as published": row("ok_topk", paper=True),
     "ssar_split_allgather, room for all": row("ssar_split_allgather", delivers_all=True, **ALL),
     "ring_sparse": row("ring_sparse", delivers_all=True, **ALL),
-    "topk_a, lossy": row("topk_a", codec=LOSSY),
-    "spardl, lossy": row("spardl", codec=LOSSY),
-    "gtopk, lossy": row("gtopk", codec=LOSSY),
+    **{
+        f"{name}, lossy": row(name, codec=LOSSY)
+        for name in ALGORITHMS
+        if "codec" in parameters(name)
+    },
+    "dsar_split_allgather, dense lossy": row(
+        "dsar_split_allgather", delivers_all=False, slack=math.inf, dense_codec=LOSSY
+    )._replace(rounds=True),
     # `dense` for one worker, `topk_a` for two to four of them, and `spardl` for more.
     "auto, which may be spardl": Row(auto(latency="1ms", bandwidth="1Mbit"), False, True),
     "auto, ok_topk": Row(

@@ -57,7 +57,7 @@ def test_equals_the_reference_over_steps(size, workers):
 
 @pytest.mark.parametrize("bits", [32, *slow(16, 8)])
 @pytest.mark.parametrize("workers", [16, *slow(2, 5)])
-def test_what_waits_of_an_entry_that_went_is_a_rounding(bits, workers):
+def test_agreed_keeps_a_rounding_of_an_entry_that_went(bits, workers):
     size = 2_000
     (run, states), residual = agreed_steps(size, workers, 0.02, bits), 0.0
     for gradient in gradients(workers + 2, workers, size, seed=1):
@@ -92,7 +92,7 @@ def test_entries_of_other_parts_wait(bits):
 
 
 @pytest.mark.slow
-def test_more_than_the_density_waits_in_turn():
+def test_agreed_lets_more_than_the_density_wait_in_turn():
     size, workers, steps = 800, 2, 60
     run, states = agreed_steps(size, workers, 0.2, limit=0.05)
     acc, seen = np.ones((workers, size), np.float32), np.zeros(size, bool)
@@ -108,7 +108,7 @@ def test_more_than_the_density_waits_in_turn():
 
 @pytest.mark.parametrize("bits", [32, *slow(16)])
 @pytest.mark.parametrize("value", [np.nan, *slow(np.inf)])
-def test_what_is_not_finite_reaches_everyone_and_stays_with_nobody(bits, value):
+def test_agreed_sends_what_is_not_finite_to_everyone_and_keeps_none_of_it(bits, value):
     size, workers = 403, 3
     run, states = agreed_steps(size, workers, 0.05, bits)
     acc = gradients(1, workers, size)[0]
@@ -177,7 +177,7 @@ MIXES = {
 
 @pytest.mark.parametrize("largest", [15, 127])
 @pytest.mark.parametrize("mix", MIXES)
-def test_no_value_of_a_bucket_rounds_to_zero_for_long(mix, largest):
+def test_agreed_rounds_no_value_of_a_bucket_to_zero_for_long(mix, largest):
     groups, share = MIXES[mix]
     exponents = np.concatenate([np.full(count, octave) for count, octave in groups])
     values = jnp.asarray(np.exp2(exponents).astype(np.float32))
@@ -213,7 +213,7 @@ def whole_numbers(workers, size):
 @pytest.mark.parametrize("workers", [1, 2, 5, 8])
 @pytest.mark.parametrize(("size", "density"), [(97, 0.1), (12, 0.25), (7, 1.0), (1, 1.0)])
 @pytest.mark.one_in(3)
-def test_each_permutation_delivers_every_index_once_and_all_of_it(workers, size, density):
+def test_shared_random_permutation_delivers_every_index_once_and_all_of_it(workers, size, density):
     acc = whole_numbers(workers, size)
     k = max(1, round(density * size))
     turns, delivered = -(-size // k), []
@@ -235,14 +235,14 @@ def test_each_permutation_delivers_every_index_once_and_all_of_it(workers, size,
         assert any(set(a) != set(b) for a, b in zip(delivered, delivered[turns:], strict=False))
 
 
-def test_another_seed_draws_others():
+def test_shared_random_draws_others_with_another_seed():
     acc = whole_numbers(2, 97)
     first, second = (next(shared_steps(acc, 1, 0.1, seed=seed))[0] for seed in (0, 1))
     assert set(np.flatnonzero(first[0])) != set(np.flatnonzero(second[0]))
 
 
 @pytest.mark.parametrize("selected", [40, 0])
-def test_a_worker_gives_what_it_selected_and_nothing_where_it_selected_nothing(selected):
+def test_shared_random_gives_what_was_selected_and_nothing_for_nothing(selected):
     """Skipping a step relies on this: the workers keep all of their values."""
     allreduce, acc = sc.allreduce.shared_random(0.2), whole_numbers(3, 40)
 

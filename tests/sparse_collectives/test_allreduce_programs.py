@@ -1,87 +1,29 @@
-"""The programs of the allreduces: words, platforms, a mesh of devices, and the largest n."""
+"""The programs of the allreduces: platforms, a mesh of devices, and the largest n.
 
-import contextlib
-import itertools
+test_allreduce_contract.py compares their words with those that a step reports.
+"""
+
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
 
 import sparse_collectives as sc
-from tests.sparse_collectives import helpers, nodes, table
+from tests.sparse_collectives import helpers, table
 from tests.sparse_collectives.test_allreduce_contract import (
-    DENSITY,
     EACH,
     LIGHT,
     OVER_NODES,
     ROWS,
     SELECTOR,
     SIZE,
+    traced,
 )
 
-WHOLE = PartitionSpec()
 # With a codec.
 OK_TOPK = tuple(f"ok_topk, {codec}" for codec in table.LOSSY_CODECS)
-
-
-def ways_of(allreduce, size, workers):
-    """The traffic of each way that a step may take; one way if there is no choice."""
-
-    def choices(kind, branches):
-        return [
-            {kind: tuple(float(i == each) for i in range(branches))} for each in range(branches)
-        ]
-
-    balances, deliveries = choices("balance", 4) + choices("balance", 2), choices("delivery", 2)
-    forms = [form for branches in (2, 3, 4) for form in choices("form", branches)]
-    given = {"size": size, "capacity": round(DENSITY * size), "axis_size": workers}
-    ways = []
-    for frequencies in [*balances, *(b | d for b in balances for d in deliveries), *forms]:
-        with contextlib.suppress(ValueError):  # Without this choice, or with more branches.
-            ways.append(sc.traffic.of_allreduce(allreduce, **given, frequencies=frequencies))
-    return ways or [sc.traffic.of_allreduce(allreduce, **given)]
-
-
-@pytest.mark.parametrize(
-    "name",
-    helpers.slow_but(
-        ("topk_a, lossy",),
-        [
-            *("agreed", "agreed, few bits", "full_sums ok_topk", "dense"),
-            *("dense_bucketed", "ok_topk", "ok_topk, reused global threshold"),
-            *("ok_topk, balanced regions", "ok_topk, as published", "auto, ok_topk"),
-            *("auto, which may be spardl", "topk_a", "topk_a, lossy", "sparse_allgather"),
-            *("gtopk", "spardl", "ssar_recursive_double", "ssar_split_allgather, room for all"),
-            *("dsar_split_allgather", "ring_sparse"),
-            *OK_TOPK,
-        ],
-    ),
-)
-def test_info_reports_the_words_that_the_program_moves(name):
-    allreduce = ROWS[name].allreduce
-    workers, size = 8, 10_000
-    acc = helpers.hard_accumulators(workers, size)["normal"]
-    state = allreduce.init(size, workers)
-    possible = set()
-    for traffic in ways_of(allreduce, size, workers):
-        always = sum(r.words * r.weight for r in traffic.collectives if r.weight == 1)
-        periodic = {}
-        for r in traffic.collectives:
-            if r.weight != 1:
-                periodic[r.scope] = periodic.get(r.scope, 0) + r.words
-        for share in itertools.product((0, 1), repeat=len(periodic)):
-            extra = sum(s * w for s, w in zip(share, periodic.values(), strict=True))
-            possible.add(round(always + extra))
-    for _ in range(5):
-        out = helpers.run_once(SELECTOR, allreduce, acc, state)
-        state = helpers.next_state(out)
-        assert round(float(out["info"].words[0])) in possible
-        acc = np.roll(acc, 1, axis=1)
-
-
 CUDA_FAST = LIGHT | {"agreed, few bits", "dense", "dsar_split_allgather"}
 CUDA_FAST |= {"agreed", "ssar_split_allgather, room for all"}
 
@@ -97,20 +39,8 @@ CUDA_FAST |= {"agreed", "ssar_split_allgather, room for all"}
 )
 @pytest.mark.one_in(3)
 def test_lowers_without_devices(row, platform):
-    allreduce, size, workers = ROWS[row].allreduce, 1000, 64
-    axes = {"node": 16, "device": 4} if row in OVER_NODES else {"w": workers}
-
-    def step(acc):
-        state = allreduce.init(size, workers)
-        if row in OVER_NODES:
-            return nodes.step_of(SELECTOR, allreduce)(acc, state)
-        coo, _, _ = SELECTOR.select(acc, SELECTOR.init(size))
-        return allreduce.reduce(coo, state, axis="w")
-
-    mesh = helpers.abstract_mesh(**axes)
-    mapped = jax.shard_map(step, mesh=mesh, in_specs=WHOLE, out_specs=WHOLE, check_vma=False)
-    traced = jax.jit(mapped).trace(jax.ShapeDtypeStruct((size,), jnp.float32))
-    assert "stablehlo" in traced.lower(lowering_platforms=(platform,)).as_text()
+    program = traced(row, 1000, 64, (16, 4) if row in OVER_NODES else None)
+    assert "stablehlo" in program.lower(lowering_platforms=(platform,)).as_text()
 
 
 ON_A_MESH = ("topk_a", "sparse_allgather", "gtopk", "spardl", "ssar_recursive_double")
@@ -133,7 +63,7 @@ ON_A_MESH += OK_TOPK
     ],
 )
 @pytest.mark.one_in(2)
-def test_on_a_mesh_the_total_is_replicated(name, check_vma, workers):
+def test_total_on_a_mesh_is_replicated(name, check_vma, workers):
     allreduce = ROWS[name].allreduce
     helpers.check_replicated_on_a_mesh(
         SELECTOR, allreduce, SIZE, check_vma=check_vma, workers=workers
@@ -173,7 +103,7 @@ def test_message_sizes_past_an_int32_are_no_error(name, workers):
     assert info.useful.dtype == jnp.float32
 
 
-def test_what_is_the_same_on_all_workers_is_exchanged_under_vmap():
+def test_values_that_are_the_same_on_all_workers_are_exchanged_under_vmap():
     """For example initial zeros, which vmap does not treat as different."""
 
     def step(x):

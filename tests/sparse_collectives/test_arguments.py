@@ -71,7 +71,7 @@ def made(name, **options):
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_option_is_named_with_its_value(name):
+def test_options_that_are_wrong_are_named_with_their_value(name):
     for option, values in WRONG[name].items():
         for value in values:
             with pytest.raises((TypeError, ValueError), match=f"{option} must be") as raised:
@@ -159,6 +159,6 @@ CALLS = [
 
 
 @pytest.mark.parametrize(("call", "message"), CALLS, ids=[message for _, message in CALLS])
-def test_a_call(call, message):
+def test_calls_that_are_wrong_say_what_to_write(call, message):
     with pytest.raises((TypeError, ValueError), match=message):
         call()

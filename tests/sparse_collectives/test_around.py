@@ -18,45 +18,7 @@ from tests.sparse_collectives import helpers, nodes, table
 from tests.sparse_collectives.helpers import slow_rows
 
 AXES = nodes.AXES
-TORUS, TOPK_A = sc.allreduce.published.torus_2d(), sc.allreduce.topk_a()
-GTOPK = sc.allreduce.published.gtopk(density=0.1)
-
-
-def hierarchical(outer):
-    return sc.allreduce.hierarchical(inner_axis="device", outer=outer)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("allreduce", "density", "outer"),
-    [
-        (TORUS, 1.0, None),
-        *((hierarchical(TOPK_A), density, TOPK_A) for density in (1.0, 0.1)),
-        (hierarchical(sc.allreduce.dense()), 0.1, sc.allreduce.dense()),
-        (hierarchical(GTOPK), 0.1, GTOPK),
-    ],
-)
-def test_info_reports_the_words_that_the_program_moves(allreduce, density, outer):
-    shape, size, selector = (3, 2), 101, sc.select.topk(density=density)
-    step, state = nodes.step_of(selector, allreduce), nodes.initial(allreduce, size, shape)
-    gradients = np.random.default_rng(0).integers(-9, 9, (*shape, size)).astype(np.float32)
-    out = sc.simulate(step, axis=nodes.AXES, axis_size=shape)(gradients, state)
-    if density == 1.0:
-        expected = gradients.sum(axis=(0, 1))
-        np.testing.assert_array_equal(out["total"][0, 0], expected)
-        assert out["info"].delivered[0, 0] == np.count_nonzero(expected)
-    given = gradients[0, 0], jax.tree.map(lambda x: x[0, 0], state)
-    traffic = sc.traffic.of_function(step, *given, axis=nodes.AXES, axis_size=shape)
-    info = out["info"]
-    np.testing.assert_allclose(info.words, traffic.words, rtol=1e-6)
-    for field in (info.delivered, info.threshold, info.words):
-        assert (np.asarray(field) == np.asarray(field)[0, 0]).all()
-    if outer is None:
-        # No padding.
-        np.testing.assert_array_equal(info.useful, info.words)
-    else:
-        alone = sc.traffic.of_allreduce(outer, size=51, capacity=round(51 * density), axis_size=3)
-        assert traffic.by_scope(2)["hierarchical/outer"] == pytest.approx(alone.words)
+TORUS = sc.allreduce.published.torus_2d()
 
 
 def test_names_of_the_axes():

@@ -19,7 +19,7 @@ LAYOUT = sc.Layout(SHAPES)
 LONG = sc.Layout(((700, 3), (3, 700), (7, 3, 100), (640,)))
 
 
-def test_a_layout_has_the_layers_of_a_tree_in_the_order_of_its_leaves():
+def test_layout_has_the_layers_of_a_tree_in_the_order_of_its_leaves():
     assert LAYOUT.sizes == (216, 9, 840, 840, 0, 1, 33, 40)
     assert LAYOUT.offsets == (0, 216, 225, 1065, 1905, 1905, 1906, 1939)
     assert LAYOUT.size == 1979
@@ -30,7 +30,7 @@ def test_a_layout_has_the_layers_of_a_tree_in_the_order_of_its_leaves():
     assert jax.jit(lambda layout: layout)(LAYOUT) == LAYOUT
 
 
-def test_what_is_wrong_with_a_layout():
+def test_layout_says_what_is_wrong():
     for shapes in ((), ((0, 4),), ((2**16, 2**15),)):
         with pytest.raises(ValueError, match="size must be"):
             sc.Layout(shapes)
@@ -58,7 +58,7 @@ def test_what_is_wrong_with_a_layout():
         *((LAYOUT, density, -1) for density in (1e-9, 1.0)),
     ],
 )
-def test_every_row_is_exact(layout, density, row_axis, dtype):
+def test_adtopk_is_exact_in_every_row(layout, density, row_axis, dtype):
     selector, select = jitted("adtopk", density=density, row_axis=row_axis)
     state = selector.init(layout)
     for name, x in selection.hard_vectors(layout.size).items():
@@ -105,7 +105,7 @@ def test_takes_k_of_each_layer_and_interleaved_of_rows_and_layers_in_turn(densit
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["threshold_reuse", "gaussian_k", "dgc", "mstopk"])
-def test_is_the_selector_on_each_layer_with_a_state_of_its_own(name):
+def test_layerwise_is_the_selector_on_each_layer_with_a_state_of_its_own(name):
     inner, one = jitted(name, density=0.1)
     layout = sc.Layout(((20, 10), (200,), (64,)))
     wise = sc.select.layerwise(inner)

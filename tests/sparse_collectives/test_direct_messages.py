@@ -57,7 +57,7 @@ def in_both_ways(function, mesh, x, spec, **options):
 @pytest.mark.parametrize("shape", [(), (3,), (4,), (5, 7)])
 @pytest.mark.parametrize("dtype", ["float32", "int32", "bfloat16"])
 @pytest.mark.one_in(3)
-def test_they_equal_those_of_xla(mesh, shape, dtype, check_vma):
+def test_direct_messages_equal_those_of_xla(mesh, shape, dtype, check_vma):
     x = values(shape, dtype)
     ring, direct, text = in_both_ways(of_all, mesh, x, P("data"), check_vma=check_vma)
     assert "stablehlo.all_to_all" in text
@@ -109,7 +109,7 @@ def test_large_sums_stay_in_the_ring(mesh):
         assert ("stablehlo.all_reduce" in text) != direct
 
 
-def test_under_pmap_and_simulated():
+def test_direct_messages_under_pmap_and_simulated():
     x = values((5,), "int32")
     with direct_messages(True):
         mapped = jax.pmap(lambda x: transport.psum(x, "data"), axis_name="data")(x)
@@ -120,7 +120,7 @@ def test_under_pmap_and_simulated():
 
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.one_in(2)
-def test_a_training_has_the_same_bits(mesh, every):
+def test_direct_messages_give_a_training_the_same_bits(mesh, every):
     """The sums of `agreed` in few bits are integers, so their order does not matter."""
     params = {"w": jnp.ones((32, 16))}
     x = jax.random.normal(jax.random.key(0), (8, 32))
@@ -137,7 +137,7 @@ def test_a_training_has_the_same_bits(mesh, every):
     jax.tree.map(np.testing.assert_array_equal, *ended.values())
 
 
-def test_a_program_that_was_compiled_before_follows(mesh):
+def test_compiled_program_follows_the_setting(mesh):
     total = jax.jit(
         jax.shard_map(
             lambda x: transport.psum(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P()
@@ -150,6 +150,6 @@ def test_a_program_that_was_compiled_before_follows(mesh):
             total(x)
 
 
-def test_another_value_is_refused():
+def test_use_direct_messages_refuses_another_value():
     with pytest.raises(ValueError, match="use must be True or False, got 1"):
         transport.use_direct_messages(1)

@@ -64,7 +64,7 @@ SIZES = ((SIZE, K / SIZE), (1, 0.1), (2048, 0.1), (2051, 1e-9))
 
 @pytest.mark.parametrize("name", slow_but(("sidco exponential", "sidco pareto"), FACTORIES))
 @pytest.mark.one_in(2)
-def test_what_reaches_the_threshold_is_sent_as_far_as_there_are_slots(name):
+def test_estimators_send_what_reaches_the_threshold_as_far_as_there_are_slots(name):
     """Step after step, in one program for each size and dtype."""
     cases = [(hard_vectors(size), density) for size, density in SIZES]
     for vectors, density in [*cases, (float16_vectors(), K / SMALL)]:
@@ -82,7 +82,7 @@ def test_what_reaches_the_threshold_is_sent_as_far_as_there_are_slots(name):
 
 @pytest.mark.parametrize("name", [*ESTIMATED, *slow("dgc")])
 @pytest.mark.parametrize("exponent", [-100, -50, 50, 100])
-def test_the_scale_does_not_matter(name, exponent):
+def test_estimators_do_not_depend_on_the_scale(name, exponent):
     acc, (selector, select) = laplace(SIZE), made(name)
     coo, _, _ = select(acc, selector.init(SIZE))
     scaled, _, _ = select(acc * np.float32(2.0**exponent), selector.init(SIZE))
@@ -198,7 +198,7 @@ def test_gaussian_k_is_right_for_normal_entries_and_selects_far_too_few_of_a_sho
 
 
 @pytest.mark.slow
-def test_the_stages_of_sidco_follow_the_count():
+def test_sidco_stages_follow_the_count():
     # The tail of normal entries is shorter than exponential: one stage is not enough.
     one, function = jitted("sidco", density=0.01)
     state = one.init(100_000)

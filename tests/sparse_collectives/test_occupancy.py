@@ -1,6 +1,7 @@
 """`info.useful`: the received words that are not padding.
 
-The fuzz tests check for all combinations that it never exceeds the words.
+test_allreduce_contract.py checks for every allreduce that it never exceeds the words, and full and
+empty messages; test_oracles.py compares an allgather and SparDL with their papers.
 """
 
 import math
@@ -30,17 +31,6 @@ def normal(workers):
     return helpers.hard_accumulators(workers, SIZE)["normal"]
 
 
-# test_oracles.py compares them for an allgather and for SparDL.
-@pytest.mark.parametrize("name", ["dense", "dense_bucketed", *helpers.slow("gtopk")])
-def test_full_messages_have_no_padding_and_empty_ones_nothing_else(name):
-    allreduce = table.make(name)
-    useful, words = occupancy(allreduce, normal(3))
-    assert useful == pytest.approx(words, rel=1e-6)
-    assert words > 0
-    if name == "gtopk":
-        assert occupancy(allreduce, 0 * normal(3)) == (0, words)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [4, 6])
 def test_recursive_doubling_of_disjoint_selections_is_full(workers):
@@ -64,7 +54,7 @@ def selected_and_split(acc, width):
     return selected, 2 * leaving
 
 
-def test_a_sum_that_goes_dense_is_full():
+def test_useful_words_of_a_sum_that_goes_dense():
     workers, acc = 8, normal(8)
     width = -(-SIZE // workers)
     useful, _ = occupancy(table.make("ssar_split_allgather", **ROOM), acc)
@@ -75,7 +65,7 @@ def test_a_sum_that_goes_dense_is_full():
 # With more workers the sums become dense.
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, 3])
-def test_with_exact_pairs_the_useful_words_are_two_for_each_entry(workers):
+def test_useful_words_of_exact_pairs_are_two_for_each_entry(workers):
     acc, width = normal(workers), -(-SIZE // workers)
     selected, split = selected_and_split(acc, width)
     everything = int(selected.any(axis=0).sum())
@@ -102,7 +92,7 @@ def test_with_exact_pairs_the_useful_words_are_two_for_each_entry(workers):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("workers", "balance"), [(3, "auto"), (8, "always"), (3, "never")])
-def test_the_useful_words_of_ok_topk(workers, balance):
+def test_useful_words_of_ok_topk(workers, balance):
     allreduce = table.make("ok_topk", slack=math.inf, regions="equal", balance=balance)
     out = helpers.run_once(SELECTOR, allreduce, normal(workers))
     selected = np.asarray(out["sent"]) != 0
@@ -121,7 +111,7 @@ def test_the_useful_words_of_ok_topk(workers, balance):
     assert useful == pytest.approx(fixed + 2 * pairs / workers, rel=1e-6)
 
 
-def test_every_way_to_balance_counts_what_it_moves():
+def test_useful_words_of_every_way_to_balance():
     # 12 entries of 4 workers; 4 slots each in the allgather, 3 by rank.
     plan = _plan.make_plan(100, 12, 4, regions="equal")
     exchanges = _plan.exchanges(plan, lambda slots, size: 2 * slots).balance
@@ -135,7 +125,7 @@ def test_every_way_to_balance_counts_what_it_moves():
 @pytest.mark.slow
 # (With qsgd the sums become dense.)
 @pytest.mark.parametrize("name", ["bf16", "narrow16", "narrow8"])
-def test_with_a_codec_slots_count_alike(name):
+def test_useful_words_with_a_codec_count_slots_alike(name):
     codec = table.CODECS[name]()
     useful, words = occupancy(table.make("topk_a", codec=codec), normal(4))
     assert useful == pytest.approx(words)

@@ -53,7 +53,7 @@ def test_equals_topk_of_the_sum_of_topk_and_delivers_k_or_all_nonzeros(workers, 
 
 
 @pytest.mark.slow
-def test_a_bucket_is_reduced_before_the_next_one_has_arrived_which_waits_for_it():
+def test_ok_topk_reduces_a_bucket_before_the_next_one_has_arrived():
     """Section 3.1.1: communication in buckets, overlapped with the local reductions."""
     allreduce = sc.allreduce.ok_topk(density=0.1, schedule="rotation", messages_in_flight=1)
 
@@ -81,7 +81,7 @@ def test_a_bucket_is_reduced_before_the_next_one_has_arrived_which_waits_for_it(
 
 
 @pytest.mark.slow
-def test_a_reused_global_threshold_delivers_k_at_most_and_follows_the_count():
+def test_ok_topk_reused_global_threshold_delivers_k_at_most_and_follows_the_count():
     size, density, workers = 2000, 0.05, 4
     selector = sc.select.topk(density=density)
     allreduce = sc.allreduce.ok_topk(density=density, global_period=8)

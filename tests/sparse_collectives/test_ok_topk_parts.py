@@ -133,7 +133,7 @@ CROWD = [18, 18, 18, 18, 2, 2, 2, 2]
         ("all_to_all", [20, 20, 0, 0], 1.25),
     ],
 )
-def test_the_way_to_balance_is_the_shortest_that_has_room(branch, counts, slack):
+def test_balance_takes_the_shortest_way_that_has_room(branch, counts, slack):
     workers, size, k = len(counts), 10_000, sum(counts)
     plan = _plan.make_plan(size, k, workers, regions="equal", slack=slack)
     exchanges = _plan.exchanges(plan, lambda slots, size: 2 * slots)
@@ -166,7 +166,7 @@ def test_the_way_to_balance_is_the_shortest_that_has_room(branch, counts, slack)
         assert np.asarray(moved).tolist() == [k // workers] * workers
 
 
-def test_from_which_k_on_balanced_regions_keep_the_bound():
+def test_balanced_regions_keep_the_bound_from_some_k_on():
     def share(k, workers, size=10**8):
         """Words of the worst of the first three branches, as a share of 6 k (P-1)/P."""
         plan = _plan.make_plan(size, k, workers, regions="balanced")

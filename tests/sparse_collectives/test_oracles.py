@@ -80,7 +80,7 @@ ORACLES = {
         ),
     ],
 )
-def test_an_exchange_is_that_of_its_paper(name, workers, k, steps):
+def test_exchanges_are_those_of_their_papers(name, workers, k, steps):
     allreduce, rounds = table.make(name, k / SIZE), name in ("gtopk", "spardl")
     exact = name == "sparse_allgather"
     for step in steps:
@@ -131,7 +131,7 @@ def test_dense_regions_are_sent_where_the_union_passes_delta(case, dense):
     assert float(out["info"].words[0]) == traffic.words
 
 
-def test_the_switch_is_where_both_messages_have_the_same_words():
+def test_dsar_switches_where_both_messages_have_the_same_words():
     """With 16-bit values a dense region is half as long, and delta half as large."""
     allreduce = sc.allreduce.published.dsar_split_allgather(slack=math.inf)
 

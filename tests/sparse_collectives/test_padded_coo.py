@@ -49,7 +49,7 @@ def test_to_dense_ignores_padding_and_keeps_the_dtype_and_subnormals(function, d
     assert np.asarray(function(coo)).tobytes() == smallest.tobytes()
 
 
-def test_an_entry_of_value_zero_counts_and_padding_does_not():
+def test_count_is_of_entries_with_value_zero_too_and_not_of_padding():
     coo, _ = example()
     assert (coo.capacity, coo.count(), coo.count().dtype) == (6, 3, jnp.int32)
     assert dataclasses.replace(coo, values=coo.values * 0).count() == 3
@@ -116,7 +116,7 @@ SIZES = (1, 5, 31, 32, 33, 1000)
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_set_holds_what_was_inserted_and_ranks_it(size):
+def test_set_holds_what_was_inserted_and_ranks_it(size):
     @jax.jit
     def ask(words, indices):
         words = _bitset.insert(words, indices, size)
@@ -151,7 +151,7 @@ windowed_rank = jax.jit(_compaction.windowed_rank, static_argnums=2)
     count=st.one_of(st.integers(0, 70), st.integers(0, 2**31 - 1)),
     turn=st.integers(-(2**31), 2**31 - 1),
 )
-def test_a_window_has_an_entry_for_each_slot_in_ascending_order(capacity, count, turn):
+def test_window_has_an_entry_for_each_slot_in_ascending_order(capacity, count, turn):
     slot = np.arange(capacity, dtype=np.int32)
     ranks = np.asarray(windowed_rank(slot, count, capacity, turn)).astype(np.int64)
     if count <= capacity:
@@ -164,7 +164,7 @@ def test_a_window_has_an_entry_for_each_slot_in_ascending_order(capacity, count,
         np.testing.assert_array_equal(ranks, np.sort(entries % count))
 
 
-def test_each_entry_has_its_share_of_the_turns_and_waits_as_if_by_chance():
+def test_window_gives_each_entry_its_share_of_the_turns_as_if_by_chance():
     capacity, count, turns = 30, 100, 20_000
     slot = np.arange(capacity, dtype=np.int32)
     of_turns = jax.vmap(lambda turn: windowed_rank(slot, count, capacity, turn))

@@ -44,7 +44,7 @@ VECTORS = {
 @pytest.mark.parametrize("name", VECTORS)
 @pytest.mark.parametrize("share", [0, 0.01, 1])
 @pytest.mark.one_in(3)
-def test_the_kth_magnitude_and_how_many_reach_it(name, share):
+def test_kth_magnitude_and_how_many_reach_it(name, share):
     k = max(1, round(share * len(VECTORS[name])))
     bits = _bits.magnitude_bits(jnp.asarray(VECTORS[name], jnp.float32))
     pattern, count = same(lambda b: _kth_magnitude.bisect_and_count(b, k), bits)
@@ -68,7 +68,7 @@ def test_running_sums_of_several_vectors_under_vmap():
 
 
 @pytest.mark.parametrize("worth", [True, False])
-def test_what_is_computed_once_is_what_the_other_branch_gives_where_it_is_not_worth_it(worth):
+def test_once_gives_what_the_other_branch_does_where_it_is_not_worth_it(worth):
     def of_positive(x, flag):
         return _platform.once(flag, lambda y: jnp.maximum(y, 0), jnp.zeros_like, x)
 
@@ -80,7 +80,7 @@ def test_what_is_computed_once_is_what_the_other_branch_gives_where_it_is_not_wo
 @pytest.mark.parametrize("k", [1, 2, 30, 31, 32, 999, 1000])
 @pytest.mark.parametrize("kind", ["apart", "two", "padded", "subnormal", "largest"])
 @pytest.mark.one_in(3)
-def test_the_kth_magnitude_by_interpolation_of_what_is_not_straight(kind, k):
+def test_kth_magnitude_by_interpolation_of_what_is_not_straight(kind, k):
     """Values far apart, at two places, after padding, and with patterns that are no logarithms."""
     values = {
         "apart": np.float32(10.0) ** RNG.integers(-37, 38, 1000),
@@ -97,7 +97,7 @@ def test_the_kth_magnitude_by_interpolation_of_what_is_not_straight(kind, k):
 
 
 @pytest.mark.parametrize("shape", [(1,), (32,), (1, 1003), (0,)])
-def test_whether_all_is_below_a_bound(shape):
+def test_all_below_a_bound(shape):
     def finite(x):
         return _bits.all_below((x, np.inf))
 
@@ -163,7 +163,7 @@ def test_allreduces_of_hard_data(name):
             np.testing.assert_array_equal(portable, gpu, case)
 
 
-def test_a_program_holds_the_form_of_its_platform():
+def test_program_holds_the_form_of_its_platform():
     selector = sc.select.topk(density=0.01)
     x = jax.ShapeDtypeStruct((300_000,), jnp.float32)
     state = jax.eval_shape(lambda: selector.init(300_000))
@@ -181,7 +181,7 @@ def test_a_program_holds_the_form_of_its_platform():
 
 @pytest.mark.parametrize("bits", [None, 32])
 @pytest.mark.one_in(2)
-def test_a_step_of_agreed_that_is_large_enough_to_have_branches(bits):
+def test_agreed_in_a_step_that_is_large_enough_to_have_branches(bits):
     size, workers = 300_000, 2
     allreduce, selector = sc.allreduce.agreed(bits=bits), sc.select.topk(density=0.06)
 

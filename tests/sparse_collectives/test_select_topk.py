@@ -94,13 +94,13 @@ def test_large_vectors_are_exact_cold_and_warm(dtype, density):
 
 
 @pytest.mark.parametrize("name", ["normal", "ties at the top", "few nonzeros", "not finite"])
-def test_a_wrong_guess_changes_nothing(name):
+def test_guess_that_is_wrong_changes_nothing(name):
     for guess in (1e-45, 1e-30, 0.5, 1e3, 1e30, math.inf, math.nan, -1.0, -math.inf):
         steps_of([hard_vectors(LARGE)[name]] * 2, state=guess)
 
 
 @pytest.mark.parametrize("kind", MISLEADING)
-def test_a_misleading_sample_changes_nothing(kind):
+def test_sample_that_misleads_changes_nothing(kind):
     for guess in (0.0, 1e9):
         steps_of([misleading(kind)], state=guess)
     stride, _, _ = _kth_magnitude._plan(LARGE, K)

@@ -145,7 +145,7 @@ def test_density_one_takes_every_nonzero(name):
 
 
 @pytest.mark.parametrize("name", slow_but(("threshold",), SELECTORS))
-def test_nothing_is_lost_over_steps(name):
+def test_selectors_lose_nothing_over_steps(name):
     selector = SELECTORS[name](0.05)
     select, state = jax.jit(selector.select), selector.init(SMALL)
     residual, sent, given = (np.zeros(SMALL, np.float32) for _ in range(3))
@@ -187,7 +187,7 @@ def refused(error, words, function, *args):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_density_is_a_real_number_in_range(name):
+def test_density_is_a_real_number_in_range(name):
     factory = ALL[name]
     for density in (0, 0.0, -1, 1.5, math.nan, math.inf, -math.inf):
         refused(ValueError, ("density", repr(density), "density=0.01"), factory, density)
@@ -209,7 +209,7 @@ def test_a_density_is_a_real_number_in_range(name):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_an_accumulator_is_a_vector_of_floats(name):
+def test_accumulator_is_a_vector_of_floats(name):
     selector = ALL[name](0.1)
     state = selector.init(10)
     for dtype in ("int32", "uint8", "bool", "float64", "complex64"):

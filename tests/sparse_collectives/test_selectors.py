@@ -97,7 +97,7 @@ def test_thirty_samplings_of_mstopk_find_the_exact_selection(case, size):
         ),
     ],
 )
-def test_every_bucket_is_exact(size, density, bucket, dtype):
+def test_bucketed_is_exact_in_every_bucket(size, density, bucket, dtype):
     capacity = size // bucket * k_of(density, bucket)
     capacity += k_of(density, size % bucket) if size % bucket else 0
     for name, x in hard_vectors(size).items():
@@ -126,7 +126,7 @@ def test_large_entries_that_crowd_one_group(crowd):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("magnitude", [0, 1e-45, 1.0, 1e300])
 @pytest.mark.one_in(3)
-def test_all_that_reaches_the_magnitude_has_slots_in_turn(dtype, magnitude):
+def test_threshold_gives_slots_in_turn_to_all_that_reach_it(dtype, magnitude):
     k = k_of(0.25, SIZE)
     selector, select = jitted("threshold", magnitude=magnitude, density=0.25)
     with np.errstate(over="ignore"):

@@ -71,7 +71,7 @@ PLACES = {"gaps": _of_gaps, "global selection": _of_global_selection}
 
 @pytest.mark.parametrize(("capacity", "most"), [(10, 20), (60, 120), (60, 80)])
 @pytest.mark.parametrize("place", PLACES)
-def test_no_entry_starves_in_a_place(place, capacity, most):
+def test_starvation_of_an_entry_in_a_place(place, capacity, most):
     steps, found = 400, crowds(capacity, most)
     assert len(found) > 3
     length = max(who.present.shape[1] for who in found.values())
@@ -182,7 +182,7 @@ CASES += slow_rows(
 
 @pytest.mark.parametrize(("name", "workers", "capacity", "periods", "steps"), CASES)
 @pytest.mark.one_in(2)
-def test_no_index_starves_in_an_algorithm(name, workers, capacity, periods, steps):
+def test_starvation_of_an_index_in_an_algorithm(name, workers, capacity, periods, steps):
     place = CROWDED[name]
     most = int(place.most(workers) * capacity)
     selected = int(place.selected(workers) * capacity)

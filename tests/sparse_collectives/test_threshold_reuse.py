@@ -62,7 +62,7 @@ def process(kind, servo, size=SIZE):
 
 
 @pytest.mark.parametrize("servo", [True, False, "fixed"])
-def test_the_threshold_is_exact_every_period_steps_and_stays_in_between_without_servo(servo):
+def test_reused_threshold_is_exact_every_period_steps_and_stays_without_servo(servo):
     state, thresholds = reuse(servo=servo, period=4).init(SIZE), []
     for count in range(13):
         acc = normals(count) * np.float32(1.1**count)
@@ -77,7 +77,7 @@ def test_the_threshold_is_exact_every_period_steps_and_stays_in_between_without_
 
 
 @pytest.mark.parametrize("servo", [True, False, "fixed"])
-def test_the_first_threshold_is_exact_for_hard_vectors(servo):
+def test_reused_threshold_is_exact_at_first_for_hard_vectors(servo):
     later = reuse(servo=servo).init(SIZE)
     for acc in hard_vectors(SIZE).values():
         _, info, _ = step(acc, reuse(servo=servo).init(SIZE), servo=servo)
@@ -88,7 +88,7 @@ def test_the_first_threshold_is_exact_for_hard_vectors(servo):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["growing", "feedback"])
-def test_the_servo_keeps_the_count_where_reuse_alone_drifts(kind):
+def test_servo_keeps_the_count_where_reuse_alone_drifts(kind):
     servo, without, fixed = (process(kind, servo) for servo in (True, False, "fixed"))
     assert np.abs(servo.selected - K).mean() <= 0.05 * K
     assert np.abs(without.selected - K).mean() >= 0.15 * K
@@ -138,7 +138,7 @@ def changed(name, x):
 
 @pytest.mark.parametrize("change", [1e3, 1e-3, 1e9, 1e-9, "zeros", "few", "NaN", "inf", "ties"])
 @pytest.mark.parametrize("held", [1, 5])
-def test_the_count_recovers_within_three_steps(change, held):
+def test_servo_recovers_the_count_within_three_steps(change, held):
     state, scaled = reuse(period=10**6).init(SIZE), isinstance(change, float)
     for count in range(20):
         acc, after = normals(count), count - 5
@@ -152,7 +152,7 @@ def test_the_count_recovers_within_three_steps(change, held):
             assert 2 * int(info.selected) >= K
 
 
-def test_after_a_start_with_nothing_to_select_the_count_is_right_at_once():
+def test_servo_is_right_at_once_after_a_start_with_nothing_to_select():
     state = reuse().init(SIZE)
     for _ in range(3):
         state, info, _ = step(np.zeros(SIZE, np.float32), state)
@@ -162,7 +162,7 @@ def test_after_a_start_with_nothing_to_select_the_count_is_right_at_once():
 
 
 @pytest.mark.slow
-def test_an_infinite_tolerance_never_counts_again_and_an_infinite_headroom_has_room_for_all():
+def test_tolerance_and_headroom_may_be_infinite():
     options = {"tolerance": math.inf, "period": 100}
     state, _, _ = step(normals(0), reuse(**options).init(SIZE), **options)
     _, info, _ = step(normals(1) * np.float32(1.2), state, **options)

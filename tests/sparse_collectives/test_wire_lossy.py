@@ -161,7 +161,7 @@ def test_errors_of_eight_bits_are_relative():
 @pytest.mark.parametrize("name", WAITING)
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
-def test_no_error_of_two_bits_is_larger_than_its_value(name, seed):
+def test_two_bits_error_is_not_larger_than_its_value(name, seed):
     rng = np.random.default_rng(seed)
     values = any_values(rng, (ROWS, SLOTS))
     values = np.where(np.isfinite(values), values, 1).astype(np.float32)

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import sparse_collectives as sc
-from sparse_collectives import traffic
 from sparse_collectives._data import PaddedCOO
 from tests.sparse_collectives import table
 from tests.sparse_collectives.table import ALLREDUCES, SELECTORS, SHORT_CODECS
@@ -63,9 +62,7 @@ def reduced(allreduce, picks, values):
 @pytest.mark.parametrize("workers", [1, 3, 4])
 @pytest.mark.parametrize("name", WIDE)
 @pytest.mark.one_in(3)
-def test_nothing_is_lost_but_the_rounding_of_float64_and_words_are_those_of_the_program(
-    x64, name, workers
-):
+def test_float64_loses_nothing_but_its_rounding(x64, name, workers):
     picks, values = selections(workers, disjoint=name == "sparse_allgather")
     # The second scale is far beyond float32.
     for scale in (1.0, 1e280):
@@ -83,12 +80,6 @@ def test_nothing_is_lost_but_the_rounding_of_float64_and_words_are_those_of_the_
     # In float32 the same sum is off by far more.
     rounded = (expected / 1e280).astype(np.float32) - expected / 1e280
     assert (np.abs(rounded) > 1e3 * atol / 1e280).any()
-    like = (jax.ShapeDtypeStruct((SLOTS,), "int32"), jax.ShapeDtypeStruct((SLOTS,), "float64"))
-    given = {"axis": "w", "axis_size": workers}
-    program = traffic.of_function(step_of(WIDE[name], workers), *like, **given).words
-    # DSAR chooses one of several forms by its data.
-    least = 0 if name == "dsar_split_allgather" else program * (1 - 1e-6)
-    assert least <= float(info.words[0]) <= program * (1 + 1e-6)
     if name in ("topk_a", "sparse_allgather"):
         # A value takes two words, so a pair has 1.5 times the words of a float32 pair.
         _, _, narrow = reduced(WIDE[name], picks, values.astype(np.float32))
@@ -96,7 +87,7 @@ def test_nothing_is_lost_but_the_rounding_of_float64_and_words_are_those_of_the_
 
 
 @pytest.mark.parametrize("name", [*NARROW, "bf16", "narrow16", "qsgd"])
-def test_what_selects_or_rounds_refuses_it(x64, name):
+def test_float64_is_refused_by_what_selects_or_rounds(x64, name):
     allreduce, match = NARROW.get(name), r"coo\.values must be float32.*got float64.*Cast it"
     if allreduce is None:
         allreduce, match = sc.allreduce.topk_a(codec=getattr(sc.wire, name)()), "got float64"
@@ -111,7 +102,7 @@ def of_64_bits(tree):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", [*SELECTORS, *SHORT_CODECS])
 @pytest.mark.one_in(3)
-def test_a_selector_or_codec_has_the_types_that_it_has_without(x64, name, dtype):
+def test_selectors_and_codecs_have_the_types_that_they_have_without_x64(x64, name, dtype):
     if name in SHORT_CODECS:
         codec = SHORT_CODECS[name]()
 
@@ -132,7 +123,13 @@ def test_a_selector_or_codec_has_the_types_that_it_has_without(x64, name, dtype)
 # Allreduces that trace for long have one number of workers, and Ok-Topk itself has both.
 LONG = ("full_sums ok_topk", "ok_topk", "ok_topk rotation, 2 messages in flight")
 LONG += ("ok_topk all_to_all", "ok_topk, balanced regions", "ok_topk, messages of several sizes")
-LONG += ("ok_topk, no slack", "auto, ok_topk", "ring_sparse")
+LONG += (
+    "ok_topk, no slack",
+    "auto, ok_topk",
+    "ring_sparse",
+    "ok_topk, lossy",
+    "ring_sparse, lossy",
+)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +142,7 @@ LONG += ("ok_topk, no slack", "auto, ok_topk", "ring_sparse")
     ],
 )
 @pytest.mark.one_in(3)
-def test_an_allreduce_has_the_types_that_it_has_without(x64, name, workers):
+def test_allreduces_have_the_types_that_they_have_without_x64(x64, name, workers):
     allreduce = ALLREDUCES[name].allreduce
 
     def step(coo, state):

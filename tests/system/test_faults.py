@@ -33,7 +33,7 @@ FAULTS = ("killed", "stopped", "stopped_with_patience", "hangs", "coordinator_ki
 FAULTS += ("cannot_write", "disk_full", "cut_in_half", "flipped_bit")
 
 
-def test_an_end_is_accepted_only_with_an_error_and_its_reason():
+def test_end_is_accepted_only_with_an_error_and_its_reason():
     """The tests of the faults show that real ends give these reasons."""
     said = "deadline: step 8 did not end within 10 s on process 0 of 3 (a): b"
     ends = [SimpleNamespace(status=status, errors=said) for status in (75, 0, None)]
@@ -43,7 +43,7 @@ def test_an_end_is_accepted_only_with_an_error_and_its_reason():
 
 
 @pytest.mark.slow
-def test_the_recipes_run(tmp_path):
+def test_recipes_run(tmp_path):
     mesh = task.mesh_of_all()
     params, opt_state = task.first_state(mesh)
     step = optax_ext.make_train_step(task.loss_fn, task.transformation(), mesh)
@@ -73,7 +73,7 @@ def undisturbed(tmp_path_factory):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_ends_in_errors_and_the_training_goes_on(name, undisturbed, tmp_path):
+def test_fault_ends_in_errors_and_the_training_goes_on(name, undisturbed, tmp_path):
     if name == "link_down" and (reason := unusable()):
         pytest.skip(reason)
     if name == "disk_full" and (os.geteuid() != 0 or shutil.which("mount") is None):

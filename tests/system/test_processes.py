@@ -14,7 +14,7 @@ def python(code):
     return [sys.executable, "-c", code]
 
 
-def test_what_a_process_says_is_read_until_it_ends():
+def test_process_is_read_until_it_ends():
     program = """
 import sys
 print('[Gloo] no JSON'); print('{"event": "held", "step": 3}', flush=True)
@@ -33,7 +33,7 @@ print('{"event": "done"}'); print("why", file=sys.stderr); sys.exit(4)
         process.wait_for("gone", seconds=60)
 
 
-def test_the_first_failure_ends_the_wait_and_the_block_ends_also_what_is_stopped():
+def test_failure_ends_the_wait_and_the_block_ends_also_what_is_stopped():
     waiting = "import sys; print('{}', flush=True); sys.stdin.readline()"
     with processes.started([python(waiting), python("import sys; sys.exit(3)")]) as group:
         group[0].signal(signal.SIGSTOP)
@@ -42,7 +42,7 @@ def test_the_first_failure_ends_the_wait_and_the_block_ends_also_what_is_stopped
     assert group[0].status == -signal.SIGKILL
 
 
-def test_a_process_dies_with_the_one_that_started_it():
+def test_process_dies_with_the_one_that_started_it():
     """This holds even if that one is killed and can't clean up."""
     if sys.platform != "linux":
         pytest.skip("only Linux tells a process that its parent has ended")
@@ -67,7 +67,7 @@ sys.stdin.readline()
         os.close(watched)
 
 
-def test_a_group_belongs_to_no_other(monkeypatch):
+def test_group_of_processes_belongs_to_no_other(monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "somewhere:1")
     assert not {"SLURM_JOB_ID", "JAX_COORDINATOR_ADDRESS"} & processes.environment().keys()

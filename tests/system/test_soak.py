@@ -80,7 +80,7 @@ def check(processes):
         assert len({report["params"] for report in same_step}) == 1, "replicas differ"
 
 
-def test_the_soak_sees_other_replicas_and_more_memory():
+def test_soak_sees_other_replicas_and_more_memory():
     usual = {"settled": True, "rss": 300.0, "maps": 2000}
     good = [usual | {"params": step} for step in range(30)]
     check([good, good])
@@ -92,7 +92,7 @@ def test_the_soak_sees_other_replicas_and_more_memory():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("default_promotion")
-def test_a_soak_finds_no_violation(tmp_path):
+def test_soak_finds_no_violation(tmp_path):
     read = os.environ.get
     settings = {name: int(read(f"SOAK_{name.upper()}", x)) for name, x in SETTINGS.items()}
     starts = settings["restarts"] + 1

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
-
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ..tables._data import by, read
-from ..tables._learning import losses_by_bytes
-from ..tables._minutes import Timed, losses_by_time
+from ..tables._learning import Best, losses_by_bytes
+from ..tables._minutes import losses_by_time
 from ._style import (
     DENSE,
     LOSS,
@@ -47,7 +45,7 @@ DEATHS = {
 }
 
 
-def _line(one: Timed, shown: str) -> Line:
+def _line(one: Best, shown: str) -> Line:
     """The mean over the seeds, without the loss before the first step."""
     # Runs that were measured at fewer points than others are left out.
     points = max(len(run["curve"]["values"]) for run in one.runs)
@@ -102,12 +100,12 @@ def _panel_of_bytes(
     axes: Axes, width: int, xlim: tuple[float, float], ylim: tuple[float, float]
 ) -> None:
     found = losses_by_bytes(width)
-    axes.axhline(statistics.mean(found[0].losses), color=DENSE, linewidth=1, linestyle=":")
+    axes.axhline(found[0].mean, color=DENSE, linewidth=1, linestyle=":")
     points, curve = [], []
     for one in found:
         color, name = color_of(one.shown), one.shown.replace("`", "").replace(" before AdamW", "")
         name = name.replace("dense AdamW, float16", "float16")
-        x, y = _STEPS * _BYTES * one.words / 1e6, statistics.mean(one.losses)
+        x, y = _STEPS * _BYTES * one.words / 1e6, one.mean
         axes.plot([x, x], [min(one.losses), max(one.losses)], color=color, linewidth=2, alpha=0.3)
         fill = "none" if name.startswith("every") else "full"
         axes.plot(x, y, "o", color=color, markersize=5, fillstyle=fill)

@@ -24,89 +24,82 @@ MOMENTS = (
 END = " (end)"
 
 
+class Best(NamedTuple):
+    """A contestant at its best learning rate.
+
+    Attributes:
+      name: its name in the benchmark.
+      shown: its name in the manual.
+      rate: with the lowest mean, of the learning rates that most seeds were run with.
+      edge: whether it is the smallest or the largest of more than two that were tried.
+      runs: one for each seed.
+    """
+
+    name: str
+    shown: str
+    rate: float
+    edge: bool
+    runs: list[dict[str, Any]]
+    losses = property(lambda self: [run["value"] for run in self.runs])
+    mean = property(lambda self: statistics.mean(self.losses))
+    words = property(lambda self: self.runs[0]["words"])
+    size = property(lambda self: self.runs[0]["curve"]["size"])
+    rate_shown = property(lambda self: f"{self.rate:g}{END if self.edge else ''}")
+
+
+def best_runs(label: str, file: str, **wanted: Any) -> list[Best]:
+    """The contestants that `labels.toml` names, in its order, as far as there are such runs."""
+    found = []
+    for name, shown in LABELS[label].items():
+        of_rate: dict[float, list[dict[str, Any]]] = {}
+        for run in runs(file, contestant=name, **wanted):
+            of_rate.setdefault(run["rate"], []).append(run)
+        if of_rate:
+            # A mean over fewer seeds may be lower by luck.
+            most = max(map(len, of_rate.values()))
+            means = {
+                rate: statistics.mean(run["value"] for run in at)
+                for rate, at in of_rate.items()
+                if len(at) == most
+            }
+            rate = min(means, key=lambda rate: means[rate])
+            # Both of two are at an end.
+            edge = len(of_rate) > 2 and rate in (min(of_rate), max(of_rate))
+            found.append(Best(name, shown, rate, edge, of_rate[rate]))
+    return found
+
+
 def loss_in_rounds(file: str) -> Rows:
     """Rounds of local steps at their best learning rates, next to an exchange at every step."""
-    rows, dense = [], 0.0
-    for name, shown in LABELS["loss_in_rounds"].items():
-        found = runs(file, contestant=name)
-        if not found:
-            continue
-        best = min(found, key=lambda run: run["value"])
-        dense = dense or best["value"]
-        workers = 8
-        k = 0.01 * best["curve"]["size"] * (1 - 1 / workers)
-        # A dense run, which is the same for all workers, has the same unit.
-        words = best["words"] / k
-        above = f"{100 * (best['value'] / dense - 1):.1f} %"
-        rows.append([shown, f"{words:.3g}", f"{best['rate']:g}", f"{best['value']:.3f}", above])
+    found, rows = best_runs("loss_in_rounds", file), []
+    for one in found:
+        # With 8 workers; a dense run, which is the same for all, has the same unit.
+        words = one.words / (0.01 * one.size * (1 - 1 / 8))
+        above = f"{100 * (one.mean / found[0].mean - 1):.1f} %"
+        rows.append([one.shown, f"{words:.3g}", f"{one.rate:g}", f"{one.mean:.3f}", above])
     return rows
 
 
 table_loss_in_rounds = functools.partial(loss_in_rounds, "learning_rounds.jsonl")
 
 
-class Trained(NamedTuple):
-    """A contestant of the losses by bytes, at the learning rate with the lowest mean.
-
-    Attributes:
-      shown: its name in the manual.
-      rate: of learning.
-      edge: whether it is the smallest or the largest that was tried.
-      words: received by a worker in a step.
-      losses: of each seed.
-      above: the same in percent above the dense loss of that seed.
-      size: of the model.
-    """
-
-    shown: str
-    rate: float
-    edge: bool
-    words: float
-    losses: list[float]
-    above: list[float]
-    size: int
-
-
-def losses_by_bytes(width: int = 32) -> list[Trained]:
+def losses_by_bytes(width: int = 32) -> list[Best]:
     """The contestants of `learning_bytes.jsonl` with models of a width, the dense one first."""
-    found: list[Trained] = []
-    dense: dict[int, float] = {}
-    for name, shown in LABELS["loss_by_bytes"].items():
-        of_name = runs("learning_bytes.jsonl", contestant=name, width=width)
-        if not of_name:
-            continue
-        of_rate: dict[float, dict[int, float]] = {}
-        for run in of_name:
-            of_rate.setdefault(run["rate"], {})[run["seed"]] = run["value"]
-        # A mean over fewer seeds may be lower by luck.
-        most = max(map(len, of_rate.values()))
-        means = {x: statistics.mean(y.values()) for x, y in of_rate.items() if len(y) == most}
-        rate = min(means, key=lambda rate: means[rate])
-        at = of_rate[rate]
-        dense = dense or at
-        above = [100 * (value / dense[seed] - 1) for seed, value in at.items()]
-        edge, size = rate in (min(of_rate), max(of_rate)), of_name[0]["curve"]["size"]
-        words = of_name[0]["words"]
-        found.append(Trained(shown, rate, edge, words, [*at.values()], above, size))
-    return found
+    return best_runs("loss_by_bytes", "learning_bytes.jsonl", width=width)
 
 
 def loss_by_bytes(width: int) -> Rows:
-    """Loss after 4,000 steps, the most words first."""
-    found = losses_by_bytes(width)
-    most = found[0].words
-    return [
-        [
-            one.shown,
-            f"{one.words:,.0f}",
-            f"1/{most / one.words:,.0f}" if one.words < most else "1",
-            f"{one.rate:g}{END if one.edge else ''}",
-            f"{statistics.mean(one.losses):.3f}",
-            f"{statistics.mean(one.above):+.1f} %" if one.words < most else "",
-            ", ".join(f"{x:+.1f}" for x in one.above) if one.words < most else "",
-        ]
-        for one in sorted(found, key=lambda one: -one.words)
-    ]
+    """Loss after 4,000 steps, the most words first; of each seed above dense's of that seed."""
+    found, rows = losses_by_bytes(width), []
+    dense = {run["seed"]: run["value"] for run in found[0].runs}
+    for one in sorted(found, key=lambda one: -one.words):
+        line = [one.shown, f"{one.words:,.0f}", "1", one.rate_shown, f"{one.mean:.3f}", "", ""]
+        if one.words < found[0].words:
+            above = [100 * (run["value"] / dense[run["seed"]] - 1) for run in one.runs]
+            line[2] = f"1/{found[0].words / one.words:,.0f}"
+            line[5:] = f"{statistics.mean(above):+.1f} %", ", ".join(f"{x:+.1f}" for x in above)
+        rows.append(line)
+    return rows
 
 
 table_loss_by_bytes = functools.partial(loss_by_bytes, 32)

@@ -3,10 +3,10 @@
 import functools
 import statistics
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from ._data import LABELS, Rows, by, listed, read
-from ._learning import END, runs
+from ._learning import Best, best_runs
 
 LINKS = ("100mbit", "1gbit")
 # One seed was run later at this learning rate; the others are the better of two for three seeds.
@@ -34,48 +34,9 @@ def table_loss_over_links() -> Rows:
     return rows
 
 
-class Timed(NamedTuple):
-    """A contestant of the losses by time, at its best learning rate.
-
-    The best has the lowest mean, of the learning rates that all seeds were run with.
-
-    Attributes:
-      name: its name in the benchmark.
-      shown: its name in the manual.
-      rate: of learning.
-      edge: whether it is the smallest or the largest of more than two that were tried.
-      mean: of the losses.
-      runs: one for each seed.
-    """
-
-    name: str
-    shown: str
-    rate: float
-    edge: bool
-    mean: float
-    runs: list[dict[str, Any]]
-
-
-def losses_by_time(link: str, file: str, workers: int = 4) -> list[Timed]:
+def losses_by_time(link: str, file: str, workers: int = 4) -> list[Best]:
     """Two minutes over a link, in the order of the table."""
-    contestants = []
-    for name, shown in LABELS["loss_after_minutes"].items():
-        found = runs(file, contestant=name, task="text", link=link, workers=workers)
-        if not found:
-            continue
-        rates = sorted({run["rate"] for run in found})
-        seeds = len({run["seed"] for run in found})
-        of_rate = {rate: [run for run in found if run["rate"] == rate] for rate in rates}
-        means = {
-            rate: statistics.mean(run["value"] for run in at)
-            for rate, at in of_rate.items()
-            if len(at) == seeds
-        }
-        rate = min(means, key=lambda rate: means[rate])
-        # Both of two are at an end.
-        edge = len(rates) > 2 and rate in (rates[0], rates[-1])
-        contestants.append(Timed(name, shown, rate, edge, means[rate], of_rate[rate]))
-    return contestants
+    return best_runs("loss_after_minutes", file, task="text", link=link, workers=workers)
 
 
 def loss_after_minutes(link: str, file: str = "learning_time.jsonl", workers: int = 4) -> Rows:
@@ -86,10 +47,8 @@ def loss_after_minutes(link: str, file: str = "learning_time.jsonl", workers: in
         steps = round(statistics.mean(run["steps"] for run in one.runs))
         megabytes = statistics.mean(run["received"] for run in one.runs) / 1e6
         above = f"{100 * (one.mean / found[0].mean - 1):.1f} %" if rows else ""
-        each = listed((run["value"] for run in one.runs), 3)
-        rate = f"{one.rate:g}{END if one.edge else ''}"
-        rows.append([one.shown, rate, f"{one.mean:.3f}", above, each, f"{steps:,}"])
-        rows[-1].append(f"{megabytes:.2f}")
+        line = [one.shown, one.rate_shown, f"{one.mean:.3f}", above, listed(one.losses, 3)]
+        rows.append([*line, f"{steps:,}", f"{megabytes:.2f}"])
     return rows
 
 
@@ -111,10 +70,10 @@ def table_loss_after_minutes_later() -> Rows:
     return [[x, *(_compared(of.get(x), of.values()) for of in columns)] for x in shown]
 
 
-def _compared(one: Timed | None, others: Iterable[Timed]) -> str:
+def _compared(one: Best | None, others: Iterable[Best]) -> str:
     """The mean of a contestant, how far it is above the lowest one, and each seed."""
     if one is None:
         return ""
     lowest = min(x.mean for x in others)
     above = f", +{100 * (one.mean / lowest - 1):.1f} %" if one.mean > lowest else ""
-    return f"{one.mean:.3f}{above} ({listed((run['value'] for run in one.runs), 3)})"
+    return f"{one.mean:.3f}{above} ({listed(one.losses, 3)})"

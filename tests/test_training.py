@@ -1,4 +1,4 @@
-"""The models and simulated trainings of the benchmarks, against NumPy and by hand."""
+"""benchmarks.training: measures of recorded trainings by hand, models against NumPy."""
 
 import jax
 import jax.numpy as jnp
@@ -7,11 +7,83 @@ import optax
 import pytest
 
 import optax_ext
+from benchmarks.training import (
+    _measures,
+    _replay,
+    _small_models,
+    _small_tasks,
+    _text_models,
+    _unions,
+    load_balance,
+)
 from benchmarks.training import _simulated_training as training
-from benchmarks.training import _small_models, _small_tasks, _text_models
+from benchmarks.training._measures import Leaf
 from sparse_collectives import select
 
 pytestmark = pytest.mark.usefixtures("default_promotion")
+
+# Rows: 2 words, 3 output channels, 1 whole bias.
+LAYOUT = [
+    Leaf("embedding", (2, 3), 0, 0),
+    Leaf("kernel", (2, 3), 6, -1),
+    Leaf("bias", (4,), 12, -1),
+]
+TWO_LEAVES = [Leaf("a", (2, 3), 0, -1), Leaf("b", (4,), 6, -1)]
+X = np.zeros(16, np.float32)
+X[[0, 1, 7, 12]] = [-9, 8, 7, 0.5]
+# Owners have 0 to 3, 4 to 5, and 6 to 9; 10 is padding.
+SELECTED, EDGES = np.array([[0, 1, 4], [0, 5, 9], [3, 8, 10]]), np.array([0, 4, 6, 10])
+GROWING = [np.array(x) for x in ([0, 3, 9], [3, 4, 10], [10, 10, 10], [0, 1, 2])]
+SHARES = {"a": {"parameters": 0.6, "selected": 0.25}, "b": {"parameters": 0.4, "selected": 0.75}}
+BY_HAND = [
+    (_measures.missing_rows, (np.array([0, 2]), LAYOUT), [1, 3, 1]),
+    # Entries 6 and 9 are in the first column, and 11 is in the last; 16 is padding.
+    (_measures.missing_rows, (np.array([6, 9, 11]), LAYOUT), [2, 1, 1]),
+    (_measures.missing_rows, (np.array([16, 16]), LAYOUT), [2, 3, 1]),
+    # k is 3 of 16 globally, and 1 of 6, 1 of 6 and 1 of 4 by layer; zeros are never selected.
+    (lambda *x: np.sort(_measures.largest(*x)), (X, 0.2), [0, 1, 7]),
+    (lambda *x: np.sort(_measures.layer_selection(*x)), (X, LAYOUT, 0.2), [0, 7, 12]),
+    (lambda *x: np.sort(_measures.largest(*x)), (X, 1.0), [0, 1, 7, 12]),
+    (_unions.growth, (GROWING, 10), [3, 4, 4, 6]),
+    # A worker keeps its own.
+    (_replay.received, (SELECTED, EDGES), [2, 1, 1]),
+    # A region may have no width.
+    (_replay.owned, (np.array([[9, 10, 0], [4, 3, 10]]), np.array([0, 4, 4, 10])), [2, 0, 2]),
+    (_replay.unevenness, (np.array([6, 0, 0]),), 3),
+    (_replay.unevenness, (np.array([0, 0]),), 1),
+    (load_balance.concentration, (np.array([[0, 7, 8], [9, 10, 10]]), TWO_LEAVES), SHARES),
+]
+
+
+@pytest.mark.parametrize(("measure", "given", "expected"), BY_HAND)
+def test_measures_are_those_counted_by_hand(measure, given, expected):
+    found = measure(*given)
+    assert (found.tolist() if isinstance(found, np.ndarray) else found) == expected
+
+
+def test_unions_of_uniform_selections_are_near_the_formula():
+    rows = _unions.uniform(2000, 0.02, trials=20, seed=1)["rows"]
+    assert rows[0]["expected"] == pytest.approx(2000 * (1 - 0.98**2))
+    assert all(abs(row["errors_off"]) < 5 for row in rows)
+
+
+def test_unions_that_follow_the_model_are_predicted():
+    # Uniform over half of the places: every number of workers predicts the same.
+    size, k = 1000, 10
+    growth = np.array([500 * (1 - (1 - k / 500) ** p) / size for p in range(1, 9)])
+    reports = [
+        {"workers": p, "growth": growth[:p], "series": np.full(3, growth[p - 1])}
+        | {"union": {"mean": growth[p - 1]}, "size": size, "k": k, "uniform": 0.0}
+        for p in (4, 8)
+    ]
+    table = _unions.predictions(reports)
+    assert table["measured"] == growth[-1]
+    assert list(table["same_run"]) == [2, 4]
+    for kind in ("same_run", "other_runs", "other_runs_by_step"):
+        assert [*table[kind].values()] == pytest.approx([growth[-1]] * len(table[kind]))
+
+
+# Simulated trainings.
 
 
 @pytest.fixture
@@ -29,7 +101,7 @@ def line():
     )
 
 
-def test_the_order_has_each_example_once_in_an_epoch(line):
+def test_order_has_each_example_once_in_an_epoch(line):
     order = training.order_of(line, steps=5, batch=4, seed=3)
     assert order.shape == (5, 4)
     assert sorted(order[:2].ravel()) == sorted(order[2:4].ravel()) == list(range(8))
@@ -41,8 +113,8 @@ def test_the_order_has_each_example_once_in_an_epoch(line):
 def test_dense_training_is_that_of_one_worker(line, workers):
     variant = training.Variant(optax_ext.dense(axis=training.AXIS), optax.sgd(0.01))
     options = {"workers": workers, "steps": 5, "every": 2, "batch": 4, "label": ""}
-    curves = training.train(line, variant, seeds=range(2), **options)
-    for seed, curve in enumerate(curves):
+    curves = training.train(line, lambda *_: variant, seeds=range(2), **options)
+    for (_, seed), curve in curves.items():
         slope, expected = float(seed), {0: float(seed)}
         for step, chosen in enumerate(training.order_of(line, steps=5, batch=4, seed=seed)):
             slope -= 0.01 * np.mean(2.0 * chosen**2 * (slope - 2))
@@ -55,7 +127,7 @@ def test_dense_training_is_that_of_one_worker(line, workers):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("nonzero", [2, 1000])
-def test_the_fast_top_k_selects_what_topk_does(nonzero):
+def test_exact_top_k_selects_what_topk_does(nonzero):
     x = np.random.default_rng(1).normal(size=1000).astype(np.float32)
     x[nonzero:] = 0
     x[5:9] = x[1]
@@ -64,6 +136,9 @@ def test_the_fast_top_k_selects_what_topk_does(nonzero):
         coo, _, info = selector.select(jnp.asarray(x), selector.init(1000))
         found.append((coo.indices.tolist(), coo.values.tolist(), int(info.selected)))
     assert found[0] == found[1]
+
+
+# Models.
 
 
 def test_patches_make_a_convolution():
@@ -97,7 +172,7 @@ def test_models_of_text_do_not_look_ahead(network, length, at):
     assert (difference[at:] > 1e-5).all()
 
 
-def test_the_network_of_words_has_sparse_gradients_and_an_exact_loss():
+def test_network_of_words_has_sparse_gradients_and_an_exact_loss():
     network = _text_models.words(width=4)
     params = network.init(0)
     tokens = np.random.default_rng(1).integers(0, 200, (2, _text_models.WORDS + 1))
