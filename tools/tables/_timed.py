@@ -200,3 +200,24 @@ def table_gpu_train_step() -> Rows:
         ]
         for row in rows
     ]
+
+
+def table_gpu_kernels() -> Rows:
+    """Programs profiled by kernel on a GPU."""
+    rows = []
+    for row in read("gpu_kernels.json")["programs"]:
+        low, high = row["ms_range"]
+        line = [f"`{row['program']}`", around(low, row["ms"], high, 2), f"{row['kernels_ms']:.2f}"]
+        rows.append([*line, f"{row['launched']:.0f}", f"{row['counted_moved_gb']:.2f}"])
+    return rows
+
+
+def table_gpu_functions() -> Rows:
+    """The functions whose kernels make a training step longer with an exchange."""
+    alone, sparse = (
+        {x["function"]: x["us"] for x in row["functions"]}
+        for row in read("gpu_kernels.json")["programs"][-2:]
+    )
+    more = {name: us - alone.get(name, 0.0) for name, us in sparse.items()}
+    order = sorted(more, key=lambda name: -more[name])
+    return [[f"`{name}`", f"{more[name]:.0f}"] for name in order if name != "-"][:9]
