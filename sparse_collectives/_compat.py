@@ -214,7 +214,7 @@ def _to_invarying_primitive() -> Any:
 
 
 def annotated(x: jax.Array, fact: Hashable) -> jax.Array:
-    """``x``, of which :func:`fact_of` tells the fact, in the function that is being traced."""
+    """``x`` with a fact that :func:`fact_of` returns, in the function that is being traced."""
     return _annotated_primitive().bind(x, fact=fact)
 
 

@@ -1,4 +1,4 @@
-"""Profiles selections and steps on a GPU by kernel, beside what the counts predict.
+"""Profiles selections and steps on a GPU by kernel, next to the predicted time.
 
     python -m benchmarks.gpu.kernels [--only NAME ...] [--json gpu_kernels.json]
 
@@ -226,7 +226,7 @@ def main(argv: list[str] | None = None) -> None:
         functools.partial(trainings, args.width, args.blocks, args.batch),
     ):
         made = [x for x in make() if not args.only or x.name.startswith(tuple(args.only))]
-        # A profile shows what is compiled at the same time, so all are compiled first.
+        # A profile also shows a compilation at the same time, so all are compiled first.
         with concurrent.futures.ThreadPoolExecutor() as pool:
             list(pool.map(Program.compile, made))
         for program in made:

@@ -111,7 +111,7 @@ def test_a_checkpoint_goes_on_with_the_same_bits(tmp_path):
 
 
 def test_groups_by_labels_for_whole_variables_are_groups_by_labels_for_their_arrays():
-    """``nnx.map_state`` puts a label in the place of a variable, and masks stand there also."""
+    """``nnx.map_state`` replaces a variable by a label, and masks stand there also."""
     dense = optax.chain(optax_ext.dense(axis="data"), optax.sgd(1e-2))
     groups = {"t": optax_ext.sparse_adamw(1e-2, density=0.5, axis="data"), "f": dense}
     results = []

@@ -208,7 +208,7 @@ def table_gpu_kernels() -> Rows:
     for row in read("gpu_kernels.json")["programs"]:
         low, high = row["ms_range"]
         line = [f"`{row['program']}`", around(low, row["ms"], high, 2), f"{row['kernels_ms']:.2f}"]
-        rows.append([*line, f"{row['launched']:.0f}", f"{row['counted_moved_gb']:.2f}"])
+        rows.append([*line, f"{row['launched']:,.0f}", f"{row['counted_moved_gb']:.2f}"])
     return rows
 
 
