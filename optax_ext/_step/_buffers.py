@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from optax_ext._step import _accumulation, _layout, _sparse_state
-from sparse_collectives import AxisName, _compat
+from sparse_collectives import AxisName, _compat, _platform
 
 
 def ravel(tree: Any, layout: _layout.TreeLayout) -> tuple[jax.Array, jax.Array]:
@@ -42,12 +43,15 @@ def unravel(
 
     With ``saturate``, finite numbers stay finite in a narrower dtype.
     """
-    leaves, offsets = [], {False: 0, True: 0}
-    for shape, dtype, is_dense in zip(layout.shapes, layout.dtypes, layout.dense, strict=True):
-        size, offset = math.prod(shape), offsets[is_dense]
-        part = (dense if is_dense else flat)[offset : offset + size]
+    starts, ends = [], {False: 0, True: 0}
+    for shape, is_dense in zip(layout.shapes, layout.dense, strict=True):
+        starts.append(ends[is_dense])
+        ends[is_dense] += math.prod(shape)
+    leaves, each = [], zip(layout.shapes, layout.dtypes, layout.dense, strict=True)
+    for start, (shape, dtype, is_dense) in zip(_platform.operands(starts), each, strict=True):
+        whole = dense if is_dense else flat
+        part = lax.dynamic_slice_in_dim(whole, start, math.prod(shape))
         leaves.append(narrowed(part, dtype, saturate=saturate).reshape(shape))
-        offsets[is_dense] += size
     return jax.tree.unflatten(layout.treedef, leaves)
 
 
