@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -110,9 +111,9 @@ class SparseExchange:
         # Traced once, as a branch and for the shapes of the other branches.
         sparse = jax.jit(lambda: self._typed(step, *self._sparse(step)), inline=True)
 
-        def other(way: Any) -> Any:
-            result = way(step)
-            return self._typed(step, *result, _nothing_sent(step, jax.eval_shape(sparse)[2]))
+        def other(way: Callable[[Accumulated], tuple[jax.Array, SparseAllreduceState]]) -> Any:
+            mean, state = way(step)
+            return self._typed(step, mean, state, _nothing_sent(step, jax.eval_shape(sparse)[2]))
 
         def exchanged() -> Any:
             if step.is_dense is None:
