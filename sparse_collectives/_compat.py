@@ -214,7 +214,7 @@ def _to_invarying_primitive() -> Any:
 
 
 def annotated(x: jax.Array, fact: Hashable) -> jax.Array:
-    """``x`` with a fact that :func:`fact_of` returns, in the function that is being traced."""
+    """``x``, with a fact that :func:`fact_of` finds, in the function that is being traced."""
     return _annotated_primitive().bind(x, fact=fact)
 
 
@@ -223,7 +223,10 @@ def fact_of(x: Any) -> Any:
     while (made := made_by(x)) is not None and len(made.invars) == 1:
         if made.primitive is _annotated_primitive():
             return made.params["fact"]
-        (x,) = made.invars
+        (source,) = made.invars
+        if source.shape != x.shape:
+            return None
+        x = source
     return None
 
 

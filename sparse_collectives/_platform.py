@@ -6,7 +6,7 @@ they compute more.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,8 @@ from jax import lax
 _COMPARISONS = 1 << 25
 # Recomputing fewer entries costs less than a branch.
 _FEW = 1 << 14
+# Compiling so few kernels takes less than the branch that saves them.
+_MANY = 16
 
 
 def by_platform(portable: Callable[..., Any], gpu: Callable[..., Any], *args: Any) -> Any:
@@ -52,6 +54,25 @@ def once(
         return lax.cond(worth, function, otherwise, *args)
 
     return by_platform(branch, lambda worth, *args: function(*args), worth, *args)
+
+
+def operands(numbers: Sequence[int]) -> list[jax.Array]:
+    """The numbers as ``i32[]``, which XLA's compiler for CPUs does not take for constants.
+
+    It makes one kernel for all computations that are equal, constants included. Offsets of leaves
+    in a buffer would be the only difference between leaves of a shape, and compiling a kernel for
+    each took most of the time that a step of 300 leaves compiles.
+    """
+
+    def branch() -> list[jax.Array]:
+        # XLA drops a barrier around the numbers, and keeps a branch.
+        always = lax.optimization_barrier(jnp.ones((), jnp.bool_))
+        return lax.cond(always, constants, lambda: [jnp.int32(0) for _ in numbers])
+
+    def constants() -> list[jax.Array]:
+        return [jnp.int32(number) for number in numbers]
+
+    return constants() if len(numbers) < _MANY else by_platform(branch, constants)
 
 
 def places(ascending: jax.Array, queries: jax.Array, *, side: str = "left") -> jax.Array:

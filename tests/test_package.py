@@ -152,7 +152,7 @@ METHODS = {"add", "append", "clear", "extend", "insert", "pop", "remove", "setde
 
 
 def hidden(source):
-    """Names through which a call can reach a later one: context variables, and rebound globals."""
+    """Names through which a call reaches a later one: context variables, and rebound names."""
     tree = ast.parse(source)
     found, held = set(), set()
     for node in tree.body:

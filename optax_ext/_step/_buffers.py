@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from optax_ext._step import _accumulation, _layout, _sparse_state
-from sparse_collectives import AxisName, _compat
-from sparse_collectives._platform import by_platform
+from sparse_collectives import AxisName, _compat, _platform
 
 
 def ravel(tree: Any, layout: _layout.TreeLayout) -> tuple[jax.Array, jax.Array]:
@@ -43,12 +43,15 @@ def unravel(
 
     With ``saturate``, finite numbers stay finite in a narrower dtype.
     """
-    leaves, offsets = [], {False: 0, True: 0}
-    for shape, dtype, is_dense in zip(layout.shapes, layout.dtypes, layout.dense, strict=True):
-        size, offset = math.prod(shape), offsets[is_dense]
-        part = (dense if is_dense else flat)[offset : offset + size]
+    starts, ends = [], {False: 0, True: 0}
+    for shape, is_dense in zip(layout.shapes, layout.dense, strict=True):
+        starts.append(ends[is_dense])
+        ends[is_dense] += math.prod(shape)
+    leaves, each = [], zip(layout.shapes, layout.dtypes, layout.dense, strict=True)
+    for start, (shape, dtype, is_dense) in zip(_platform.operands(starts), each, strict=True):
+        whole = dense if is_dense else flat
+        part = lax.dynamic_slice_in_dim(whole, start, math.prod(shape))
         leaves.append(narrowed(part, dtype, saturate=saturate).reshape(shape))
-        offsets[is_dense] += size
     return jax.tree.unflatten(layout.treedef, leaves)
 
 
@@ -147,7 +150,7 @@ def loaded(
     made = iter(_sparse_state.without_lead(step(before, state)[0]))
     # A CPU computes the moments again for the choice between new and old state: it would write a
     # shared result twice. On a GPU the gradients would then be written as one more buffer.
-    again = by_platform(jax.lax.optimization_barrier, lambda x: x, before)
+    again = _platform.by_platform(lax.optimization_barrier, lambda x: x, before)
     state_after = step(again, state)[1]
     # All increments are finite if the increment of the largest gradient is.
     largest = [jnp.full_like(x[:, :1], _accumulation.LARGEST_GRADIENT) for x in before]

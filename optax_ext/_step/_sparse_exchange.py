@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -110,7 +111,7 @@ class SparseExchange:
         # Traced once, as a branch and for the shapes of the other branches.
         sparse = jax.jit(lambda: self._typed(step, *self._sparse(step)), inline=True)
 
-        def other(way: Any) -> Any:
+        def other(way: Callable[[Accumulated], tuple[jax.Array, SparseAllreduceState]]) -> Any:
             mean, state = way(step)
             return self._typed(step, mean, state, _nothing_sent(step, jax.eval_shape(sparse)[2]))
 

@@ -179,6 +179,22 @@ def test_program_holds_the_form_of_its_platform():
     assert not any("stablehlo.case" in text and "platform" in text for text in texts.values())
 
 
+def test_offsets_are_operands_of_one_kernel_for_all_parts_of_a_size():
+    def parts(x):
+        offsets = _platform.operands(range(0, 4000, 100))
+        return [jnp.sqrt(jax.lax.dynamic_slice_in_dim(x, start, 100)) for start in offsets]
+
+    x = jnp.arange(4000.0)
+    compiled = jax.jit(parts).lower(x).compile()
+    np.testing.assert_array_equal(jnp.concatenate(compiled(x)), jnp.sqrt(x))
+    # Constants would be parts of the kernels: slices of 40 places.
+    assert "slice={[" not in compiled.as_text()
+    assert compiled.as_text().count("dynamic-slice(") == 40
+    for form in ("cpu", "cuda"):
+        with helpers.traced_for(form):
+            assert [int(x) for x in _platform.operands(range(20))] == list(range(20))
+
+
 @pytest.mark.parametrize("bits", [None, 32])
 @pytest.mark.one_in(2)
 def test_agreed_in_a_step_that_is_large_enough_to_have_branches(bits):
