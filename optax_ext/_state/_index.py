@@ -144,20 +144,27 @@ def of(opt_state: Any) -> Index:
     return index_of(jax.tree.structure(opt_state))
 
 
-_MOST = 256
-_known: dict[Any, Index] = {}
-
-
 def index_of(structure: Any) -> Index:
     """The index of all optimizer states with this tree."""
-    found = _known.get(structure)
-    if found is None:
-        found = _made(structure)
-        # The layout of a placeholder compares equal to any other.
-        if not any(layout.of_placeholder for _, layout in found.sparse):
-            if len(_known) == _MOST:
-                _known.clear()
-            _known[structure] = found
+    try:
+        return _cached(structure)
+    except _OfPlaceholder as found:
+        return found.index
+
+
+class _OfPlaceholder(Exception):
+    """The index of a placeholder's state, whose layout compares equal to any other."""
+
+    def __init__(self, index: Index):
+        self.index = index
+
+
+@functools.lru_cache(maxsize=256)
+def _cached(structure: Any) -> Index:
+    found = _made(structure)
+    if any(layout.of_placeholder for _, layout in found.sparse):
+        # An error is not cached.
+        raise _OfPlaceholder(found)
     return found
 
 

@@ -43,6 +43,7 @@ _FREE = {
     "preduced",
     "pvary",
     "reduced_vary_cast",
+    "to_invarying",
     "vary_unreduced_cast",
     "vary_unreduced_cast_p",
 }

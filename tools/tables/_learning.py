@@ -46,6 +46,11 @@ class Best(NamedTuple):
     size = property(lambda self: self.runs[0]["curve"]["size"])
     rate_shown = property(lambda self: f"{self.rate:g}{END if self.edge else ''}")
 
+    def above(self, other: "Best") -> list[float]:
+        """Percent by which the loss of each seed is above the other's of that seed."""
+        theirs = {run["seed"]: run["value"] for run in other.runs}
+        return [100 * (run["value"] / theirs[run["seed"]] - 1) for run in self.runs]
+
 
 def best_runs(label: str, file: str, **wanted: Any) -> list[Best]:
     """The contestants that `labels.toml` names, in its order, as far as there are such runs."""
@@ -91,11 +96,10 @@ def losses_by_bytes(width: int = 32) -> list[Best]:
 def loss_by_bytes(width: int) -> Rows:
     """Loss after 4,000 steps, the most words first; of each seed above dense's of that seed."""
     found, rows = losses_by_bytes(width), []
-    dense = {run["seed"]: run["value"] for run in found[0].runs}
     for one in sorted(found, key=lambda one: -one.words):
         line = [one.shown, f"{one.words:,.0f}", "1", one.rate_shown, f"{one.mean:.3f}", "", ""]
         if one.words < found[0].words:
-            above = [100 * (run["value"] / dense[run["seed"]] - 1) for run in one.runs]
+            above = one.above(found[0])
             line[2] = f"1/{found[0].words / one.words:,.0f}"
             line[5:] = f"{statistics.mean(above):+.1f} %", ", ".join(f"{x:+.1f}" for x in above)
         rows.append(line)
