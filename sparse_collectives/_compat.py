@@ -266,9 +266,10 @@ def is_jaxpr(x: Any) -> bool:
 
 def jaxprs_in(eqn: Any) -> list[Any]:
     """The jaxprs among the parameters of an equation, alone or in tuples."""
-    values = eqn.params.values()
-    parts = (v if isinstance(v, (tuple, list)) else (v,) for v in values)
-    return [part for several in parts for part in several if is_jaxpr(part)]
+    found: list[Any] = []
+    for value in eqn.params.values():
+        found += filter(is_jaxpr, value if isinstance(value, (tuple, list)) else (value,))
+    return found
 
 
 def open_jaxpr(x: Any) -> tuple[Any, Sequence[Any]]:
@@ -302,6 +303,8 @@ def named_scopes(eqn: Any) -> tuple[str, ...]:
 
 def axes_of_effects(eqn: Any) -> set[Hashable]:
     """The mesh axes over which an equation, by its effects, synchronizes the workers."""
+    if not eqn.effects:
+        return set()
     return {effect.name for effect in eqn.effects if _is_over_axis(effect)}
 
 
@@ -309,16 +312,18 @@ def axes_of(eqn: Any) -> set[Hashable]:
     """The mesh axes of a collective, or of another equation that names axes; empty for the rest."""
     if eqn.primitive.name in ("pvary", "reduced_vary_cast_p"):
         return set()  # They change types only.
-    params = (eqn.params.get(name, ()) for name in ("axes", "axis_name"))
-    named = (x if isinstance(x, (tuple, frozenset)) else (x,) for x in params)
-    # Positions of dimensions are numbers. Not every collective has an effect.
-    found = {name for names in named for name in names if not isinstance(name, int | None)}
-    return found | axes_of_effects(eqn)
+    found = axes_of_effects(eqn)  # Not every collective has one.
+    for param in ("axes", "axis_name"):
+        names = eqn.params.get(param, ())
+        for name in names if isinstance(names, (tuple, frozenset)) else (names,):
+            if not isinstance(name, int | None):  # Positions of dimensions are numbers.
+                found.add(name)
+    return found
 
 
 def has_side_effects(eqn: Any) -> bool:
     """Whether an equation matters even if nothing uses its results."""
-    return not all(_is_over_axis(effect) for effect in eqn.effects)
+    return bool(eqn.effects) and not all(map(_is_over_axis, eqn.effects))
 
 
 def _is_over_axis(effect: Any) -> bool:

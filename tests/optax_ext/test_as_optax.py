@@ -190,7 +190,7 @@ def test_the_layout_of_a_placeholder_is_in_no_cache():
     optax.tree.map_params(placed, lambda x: x, state)
     (placeholder,) = found
     assert placeholder.layout == state.layout == placeholder.layout
-    _index._known.clear()
+    _index._cached.cache_clear()
     assert _index.of(placeholder).sparse[0][1].of_placeholder
     assert not _index.of(state).sparse[0][1].of_placeholder
     with pytest.raises(TypeError, match="no hash"):
