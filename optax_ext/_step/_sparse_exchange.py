@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_ext._step import _applied, _kept, _layout, _phases, _sparse_state
+from optax_ext._step import _applied, _kept, _layout, _phases, _roles, _sparse_state
 from optax_ext._step._contract import Accumulated, Options, Reduced
 from optax_ext._step._kept import Kept
 from optax_ext._step._momentum_correction import MomentumCorrection
@@ -28,6 +28,9 @@ from sparse_collectives import (
 
 # The mean of this worker's shard, the state, and the parts of the residual.
 Exchanged = tuple[jax.Array, SparseAllreduceState, Kept]
+
+# The fields that an exchange changes.
+_CHANGED = _roles.names(SparseAllreduceState, _roles.EXCHANGE)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -136,8 +139,7 @@ class SparseExchange:
         info = _sparse_state.per_worker(
             state.info, lambda x: _compat.to_varying(x, self.options.axis)
         )
-        fields = ("selector", "allreduce", "dropped", "withheld")
-        changed = {name: getattr(state, name) for name in fields} | {"info": info}
+        changed = {name: getattr(state, name) for name in _CHANGED} | {"info": info}
         return _compat.to_varying((mean, changed, kept), step.layout.device_axes)
 
     def _between(self, step: Accumulated) -> tuple[jax.Array, SparseAllreduceState]:
