@@ -7,7 +7,7 @@ import pytest
 
 import sparse_collectives as sc
 from sparse_collectives import _platform
-from sparse_collectives._sparse_ops import _bits, _kth_magnitude
+from sparse_collectives._sparse_ops import _bits, _compaction, _kth_magnitude
 from sparse_collectives._sparse_ops._bits import running_sum
 from tests.sparse_collectives import helpers, table
 
@@ -27,6 +27,25 @@ def same(function, *args):
     portable, gpu = of_both(function, *args)
     jax.tree.map(np.testing.assert_array_equal, portable, gpu)
     return portable
+
+
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.4, 1.0])
+@pytest.mark.parametrize("capacity", [7, 100, 2000])
+def test_positions_of_set_bits_by_form_and_window(share, capacity):
+    chosen = RNG.random(1603) < share
+    words = np.packbits(np.pad(chosen, (0, -chosen.size % 32)), bitorder="little").view(np.uint32)
+    expected = np.flatnonzero(chosen)
+    for turn in (None, jnp.uint32(3)):
+        found, count = same(
+            lambda x, turn=turn: _compaction.set_positions(x, capacity, chosen.size, turn), words
+        )
+        assert count == expected.size
+        taken = np.asarray(found)[: min(capacity, expected.size)]
+        assert np.isin(taken, expected).all()
+        assert (np.diff(taken) > 0).all()
+        if turn is None or expected.size <= capacity:
+            np.testing.assert_array_equal(taken, expected[:capacity])
+        assert (np.asarray(found)[expected.size :] == chosen.size).all()
 
 
 VECTORS = {
