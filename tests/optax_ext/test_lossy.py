@@ -62,7 +62,7 @@ def test_quantized_topk_residual_is_what_was_not_selected():
     chosen = selector.select(jnp.asarray(gradients[0]), selector.init(600))[0].indices
 
     def of(**options):
-        found = run(quantized(density=0.1, slack=float("inf"), bits=2, **options), gradients[None])
+        found = run(quantized(density=0.1, bits=2, **options), gradients[None])
         return found.updates[0].astype(np.float64), found.residuals[0].astype(np.float64)
 
     update, kept = of()
