@@ -119,12 +119,15 @@ def _plan(given: argparse.Namespace) -> None:
         )
     if not local.gpu:
         shared = NUMBERS["shared_cores"]
-        adamw, agreed = (f"{shared[x][0]} to {shared[x][1]}" for x in ("sparse_adamw", "agreed"))
+        adamw, partitioned = (
+            f"{shared[x][0]} to {shared[x][1]}" for x in ("sparse_adamw", "partitioned_topk")
+        )
         remarks.append(
             "Workers that share cores gain less. In measurements with four workers on two cores, "
-            f"n = 14.7M and 1 Gbit/s, sparse_adamw\nwas {adamw} times as fast as dense, and agreed "
-            f"at 1 % was {agreed} times as fast.\n--workers-per-core 2 predicts both within a "
-            f"factor of {shared['within']}."
+            f"n = 14.7M and 1 Gbit/s, sparse_adamw\nwas {adamw} times as fast as dense, and "
+            f"partitioned_topk at 1 % was {partitioned} times as fast.\n"
+            "--workers-per-core 2 predicts "
+            f"both within a factor of {shared['within']}."
         )
     if network.latency >= _LATE:
         remarks.append(

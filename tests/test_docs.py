@@ -17,7 +17,7 @@ import pytest
 import optax_ext
 import sparse_collectives as sc
 from benchmarks._common.processes import ROOT, environment
-from optax_ext._optimizers._common import default_gain
+from optax_ext._optimizers._rates import default_gain
 from optax_ext._state import _find
 from sparse_collectives import cost_model
 from sparse_collectives.__main__ import main as plan
@@ -159,7 +159,7 @@ def test_the_planner_prints_what_is_said_of_it(page, capsys):
     printed = capsys.readouterr().out
     if page == "README.md":
         assert "As a whole optimizer sparse_adamw" in printed
-        assert "Use agreed(few)" in printed
+        assert "Use partitioned_topk(few)" in printed
     else:
         assert printed.rstrip() == found[3].rstrip()
 
@@ -238,9 +238,9 @@ def test_the_gain_is_the_root_of_half_the_workers_within_1_and_2():
         ("ok_topk", 10**6, 100, 8, "lower", "812"),
         ("ok_topk", 10**6, 1000, 8, "lower", "4921"),
         # The exchange of `sparse_adamw`, of docs/training.md: 4 and 4.8 k (P-1)/P at 1 % of n.
-        ("agreed(few)", 14_700_000, 735_000, 8, "expected", "4 k"),
-        ("agreed(few)", 14_700_000, 735_000, 34, "expected", "4.8 k"),
-        ("agreed(few)", 31_745, 1_587, 34, "expected", "5.0 k"),
+        ("partitioned_topk(few)", 14_700_000, 735_000, 8, "expected", "4 k"),
+        ("partitioned_topk(few)", 14_700_000, 735_000, 34, "expected", "4.8 k"),
+        ("partitioned_topk(few)", 31_745, 1_587, 34, "expected", "5.0 k"),
     ],
 )
 def test_words_that_pages_name(algorithm, size, selected, workers, bound, expected):
@@ -321,8 +321,8 @@ def test_the_steps_to_the_option_files_are_those_of_the_stored_runs():
     seeds = {x["seed"] for x in _learning.runs(contestant="dense", task="text", steps=1000)}
     doubling = mean(contestant="dense", steps=1000) - mean(seeds, contestant="dense")
     names = {
-        ("agreed(few)", 0.05): "sparse_adamw",
-        ("agreed(few)", 0.01): "sparse_adamw density=0.01",
+        ("partitioned_topk(few)", 0.05): "sparse_adamw",
+        ("partitioned_topk(few)", 0.01): "sparse_adamw density=0.01",
         ("ok_topk", 0.01): "sparse_adamw, ok_topk",
     }
     for name, cases in _option_files.MEASURED.items():

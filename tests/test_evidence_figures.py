@@ -33,7 +33,7 @@ def test_parts_of_a_bar_are_its_step():
 
 
 def test_time_is_that_of_what_is_exchanged():
-    densities = {"dense": 1.0, "ok_topk": 0.01, "agreed(few)": 0.05}
+    densities = {"dense": 1.0, "ok_topk": 0.01, "partitioned_topk(few)": 0.05}
     dense, *others = (_trainings.seconds(*each, 10**6, 8) for each in densities.items())
     # 2n (P-1)/P words of four bytes over 12.5 MB/s.
     assert dense == pytest.approx(2e6 * 7 / 8 * 4 / 12.5e6, rel=0.01)

@@ -68,7 +68,7 @@ def test_planner_has_the_recorded_launches_and_bytes():
     planned = {name: program for name, program in PROGRAMS.items() if name != "adamw"}
     assert len(planned) > 10
     for name, program in planned.items():
-        row = rows["agreed_few" if name == "agreed(few)" else name]
+        row = rows["partitioned_topk_few" if name == "partitioned_topk(few)" else name]
         assert program.launches == row["launches"][0], name
         per_entry = row["moved_bytes"][0] / recorded["size"]
         assert program.bytes == pytest.approx(per_entry, abs=0.051), name
@@ -136,4 +136,4 @@ def test_same_results_notice_a_lost_gradient(monkeypatch, residual, lost):
     given = np.array([[1.0, 1, 0, 0]]), np.array([0.0, 0, 2, residual])
     monkeypatch.setattr(same_results, "run", lambda made, density, data, device: given)
     data = np.ones((1, 2, 4), np.float32)
-    assert same_results.row("agreed", None, 0.5, data)["lost"] == lost
+    assert same_results.row("partitioned_topk", None, 0.5, data)["lost"] == lost

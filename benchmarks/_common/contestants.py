@@ -158,7 +158,7 @@ def _exchange_of(density: float) -> SparseAllreduce:
 # One allreduce of everything is the strongest dense exchange when messages have a latency.
 _DENSE = _free(optax_ext.dense, buckets=1)
 _LEAVES = _free(optax_ext.dense)
-_AGREED = _around(lambda density: allreduce.agreed())
+_AGREED = _around(lambda density: allreduce.partitioned_topk())
 _OK_TOPK, _REUSE = _ok_topk(), _ok_topk(reuse=True)
 # Five times the entries fit in the words of Ok-Topk, since only indices and sums are sent.
 _ADAMW, _SGD = (
@@ -191,10 +191,10 @@ _EXCHANGES: dict[str, Make] = {
     "ok_topk, 100 dense steps first": _ok_topk(dense_steps=100),
     "ok_topk, 4 buckets": _around_made(optax_ext.bucketed, _OK_TOPK, 4),
     "delayed(ok_topk)": _around_made(optax_ext.delayed, _OK_TOPK),
-    "agreed": _AGREED,
-    "agreed/few": _around(lambda density: allreduce.agreed(bits=None)),
-    "bucketed(agreed, 3)": _around_made(optax_ext.bucketed, _AGREED, 3),
-    "delayed(agreed)": _around_made(optax_ext.delayed, _AGREED),
+    "partitioned_topk": _AGREED,
+    "partitioned_topk/few": _around(lambda density: allreduce.partitioned_topk(bits=None)),
+    "bucketed(partitioned_topk, 3)": _around_made(optax_ext.bucketed, _AGREED, 3),
+    "delayed(partitioned_topk)": _around_made(optax_ext.delayed, _AGREED),
     "topk_a": _sparse(optax_ext.topk_a),
     "topk_a, adtopk": lambda density, axis: optax_ext.topk_a(
         density, axis=axis, selector=select.published.adtopk(density=density)
@@ -220,7 +220,7 @@ CONTESTANTS: dict[str, Contestant] = {
     },
     "sparse_adamw": _ADAMW,
     "sparse_adamw, 32 bits": _ADAMW._replace(
-        make=_adamw(lambda density: allreduce.agreed()), entries=5 / 3
+        make=_adamw(lambda density: allreduce.partitioned_topk()), entries=5 / 3
     ),
     "sparse_adamw, ok_topk": _ADAMW._replace(make=_adamw(_exchange_of), entries=1),
     "sparse_adamw, complete ok_topk": _ADAMW._replace(

@@ -31,10 +31,16 @@ Compiler = dict[str, Any] | None
 _WIDTH, _MATRIX = 1024, 2**22
 # The steps, the dense baseline first, and their contestants if those have other names.
 _NAMES = ("dense", "ok_topk", "ok_topk_reuse", "topk_a", "sparse_adamw", "sparse_sgd", "gtopk")
-_NAMES += ("powersgd", "agreed", "agreed_few", "spardl", "ssar_recursive_double")
+_NAMES += (
+    "powersgd",
+    "partitioned_topk",
+    "partitioned_topk_few",
+    "spardl",
+    "ssar_recursive_double",
+)
 _NAMES += ("ssar_split_allgather", "dsar_split_allgather")
 _ARE = {"dense": "dense/leaves", "ok_topk_reuse": "ok_topk/reuse/global32"}
-_ARE |= {"powersgd": "powersgd4", "agreed_few": "agreed/few"}
+_ARE |= {"powersgd": "powersgd4", "partitioned_topk_few": "partitioned_topk/few"}
 STEPS = {name: find(_ARE.get(name, name)) for name in _NAMES}
 
 

@@ -90,7 +90,7 @@ def programs(size: int, large: int, density: float) -> list[Program]:
             runs.stateless, functools.partial(kth, many), more
         ),
     }
-    for name in ("sparse_adamw", "agreed", "ok_topk", "ok_topk_reuse"):
+    for name in ("sparse_adamw", "partitioned_topk", "ok_topk", "ok_topk_reuse"):
         made[name] = functools.partial(runs.step, STEPS[name], density, data)
     return [Program(name, _of_run(make)) for name, make in made.items()]
 

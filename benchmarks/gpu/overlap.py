@@ -29,7 +29,12 @@ from ._hlo import Instruction, parse
 
 LAYERS, WIDTH, EXAMPLES, DEVICES, DENSITY = 6, 2048, 512, 8, 0.01
 # The transformations before SGD, by the names of their contestants.
-_NAMES = ("delayed(dense)", "agreed", "bucketed(agreed, 3)", "delayed(agreed)")
+_NAMES = (
+    "delayed(dense)",
+    "partitioned_topk",
+    "bucketed(partitioned_topk, 3)",
+    "delayed(partitioned_topk)",
+)
 _NAMES += ("ok_topk", "delayed(ok_topk)")
 REDUCTIONS = {"dense": "dense/leaves"} | {name: name for name in _NAMES}
 _SCHEDULER: Any = {"xla_gpu_enable_latency_hiding_scheduler": True}

@@ -26,7 +26,15 @@ from .._common.display import show_rows
 from ._contestants import AXIS, STEPS, gradients, shaped
 
 # Their update is the mean of the delivered entries, and their residual has the rest.
-CONSERVE = ("ok_topk", "ok_topk_reuse", "topk_a", "agreed", "agreed_few", "gtopk", "spardl")
+CONSERVE = (
+    "ok_topk",
+    "ok_topk_reuse",
+    "topk_a",
+    "partitioned_topk",
+    "partitioned_topk_few",
+    "gtopk",
+    "spardl",
+)
 CONSERVE += ("ssar_recursive_double", "ssar_split_allgather", "dsar_split_allgather")
 ROUNDING = 1e-5
 

@@ -39,8 +39,8 @@ PARTS = (SELECTION, STEP, SIMULATED)
 BASE, EMPTY, TOP_K = "copy", "empty kernels", "lax.top_k"
 # The contestants that are measured first.
 FIRST = (
-    EMPTY, TOP_K, "topk", "threshold_reuse", "dense", "ok_topk", "ok_topk_reuse", "agreed",
-    "agreed_few", "sparse_adamw", "topk_a", "powersgd",
+    EMPTY, TOP_K, "topk", "threshold_reuse", "dense", "ok_topk", "ok_topk_reuse",
+    "partitioned_topk", "partitioned_topk_few", "sparse_adamw", "topk_a", "powersgd",
 )  # fmt: skip
 # A step begins without thresholds and residuals, and copies its state at first.
 _WARM_UP = 12

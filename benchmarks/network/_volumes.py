@@ -24,8 +24,11 @@ def _full_sums(density):
 ALGORITHMS = {
     "dense": (_exact(sc.allreduce.dense), "dense"),
     "dense_bucketed": (lambda density: _PUBLISHED.dense_bucketed(buckets=4), "dense"),
-    "agreed": (lambda density: sc.allreduce.agreed(density=density), None),
-    "agreed, few bits": (lambda density: sc.allreduce.agreed(density=density, bits=None), None),
+    "partitioned_topk": (lambda density: sc.allreduce.partitioned_topk(density=density), None),
+    "partitioned_topk, few bits": (
+        lambda density: sc.allreduce.partitioned_topk(density=density, bits=None),
+        None,
+    ),
     "topk_a": (_exact(sc.allreduce.topk_a), "topk_a"),
     "sparse_allgather": (_exact(_PUBLISHED.sparse_allgather), "topk_a"),
     "ssar_recursive_double": (_exact(_PUBLISHED.ssar_recursive_double), "ssar_recursive_double"),

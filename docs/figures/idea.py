@@ -106,9 +106,9 @@ def ok_topk() -> Step:
     return run(sc.allreduce.ok_topk(density=DENSITY), owner_of)
 
 
-def agreed() -> Step:
+def partitioned_topk() -> Step:
     """A step with agreed indices."""
-    allreduce = sc.allreduce.agreed()
+    allreduce = sc.allreduce.partitioned_topk()
 
     def owner_of(state):
         parts = sc.simulate(
@@ -227,9 +227,9 @@ def draw_ok_topk(step: Step, path: Path) -> None:
     table.save(path)
 
 
-def draw_agreed(step: Step, path: Path) -> None:
+def draw_partitioned_topk(step: Step, path: Path) -> None:
     """Draws a step with agreed indices."""
-    table = Table("A step of agreed: 4 workers, 4 of 16 entries")
+    table = Table("A step of partitioned_topk: 4 workers, 4 of 16 entries")
     table.heading("1. each worker selects 1 entry in its own partition (shaded); these rotate")
     for worker in range(WORKERS):
         faces = [
@@ -254,7 +254,7 @@ def main(folder: Path = IMAGES) -> None:
     step = ok_topk()
     draw_gradient(step, folder / "idea_gradient.svg")
     draw_ok_topk(step, folder / "idea_ok_topk.svg")
-    draw_agreed(agreed(), folder / "idea_agreed.svg")
+    draw_partitioned_topk(partitioned_topk(), folder / "idea_partitioned_topk.svg")
 
 
 if __name__ == "__main__":

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from optax_ext._error_feedback import _applied, _buffers, _layout, _sparse_state
+from optax_ext._error_feedback._contract import Accumulated, Options, Reduced
+from optax_ext._error_feedback._sparse_state import SparseAllreduceState
 from optax_ext._low_rank import _factors, _matrices, _phases
 from optax_ext._low_rank._factors import Factors, times
 from optax_ext._low_rank._matrices import Matrix
 from optax_ext._low_rank._phases import Given, Product, Sum
-from optax_ext._step import _applied, _buffers, _layout, _sparse_state
-from optax_ext._step._contract import Accumulated, Options, Reduced
-from optax_ext._step._sparse_state import SparseAllreduceState
 from sparse_collectives import AxisName, _compat, extend, transport
 
 # A factor above this bound, divided by the rank, is not sent. The product with a basis is then less
@@ -62,7 +62,7 @@ class LowRankExchange:
     options: Options
 
     @property
-    def keeps_others(self) -> bool:
+    def may_keep_partial_sums(self) -> bool:
         """Never: a worker keeps only the error of its own product."""
         return False
 
@@ -161,7 +161,7 @@ class LowRankExchange:
         )
 
         def add(parts: Sequence[jax.Array], rider: jax.Array) -> Sum:
-            return self._add(parts, rider, step.proceeds)
+            return self._add(parts, rider, step.all_finite)
 
         if not self.alternate:
             return _phases.power_iteration(given, add), jnp.int32(rows + cols)
@@ -183,16 +183,18 @@ class LowRankExchange:
             )
         return product, jnp.where(by_rows, jnp.int32(rows), jnp.int32(cols))
 
-    def _add(self, parts: Sequence[jax.Array], rider: jax.Array, proceeds: jax.Array | None) -> Sum:
+    def _add(
+        self, parts: Sequence[jax.Array], rider: jax.Array, all_finite: jax.Array | None
+    ) -> Sum:
         """Sums factors over the workers, all in one message.
 
         A factor that is not finite, or too large, on one worker makes the sum of its matrix NaN on
         all. So they agree, without another message, that each keeps its own.
         """
         axis, guarded = self.options.axis, self.options.nonfinite != "propagate"
-        if proceeds is not None:
+        if all_finite is not None:
             # A skipped step takes part, with zeros to send.
-            parts = [jnp.where(proceeds, part, 0.0) for part in parts]
+            parts = [jnp.where(all_finite, part, 0.0) for part in parts]
         if guarded:
             limit = jnp.float32(_LARGEST / self.rank)
             parts = [jnp.where(jnp.max(jnp.abs(part)) <= limit, part, jnp.nan) for part in parts]

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from optax_ext._error_feedback import _roles
+from optax_ext._error_feedback._roles import OF_SHARD, SHARED
 from optax_ext._low_rank._matrices import Matrix
-from optax_ext._step import _roles
-from optax_ext._step._roles import OF_SHARD, SHARED
 from sparse_collectives import _hash
 
 # The noise that is added to the unit columns of a factor.

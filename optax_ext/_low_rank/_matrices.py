@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_ext._step._layout import TreeLayout
+from optax_ext._error_feedback._layout import TreeLayout
 
 
 class Matrix(NamedTuple):

@@ -5,10 +5,11 @@ from typing import Any, Unpack, cast
 import jax
 import optax
 
-from optax_ext._optimizers import _common
-from optax_ext._optimizers._common import rate_alone, scale_by_local_adam
-from optax_ext._step import _options
-from optax_ext._step._options import FeedbackOptions, takes
+from optax_ext._error_feedback import _options
+from optax_ext._error_feedback._options import FeedbackOptions, takes
+from optax_ext._optimizers import _rates, _whole
+from optax_ext._optimizers._arguments import rate_alone
+from optax_ext._optimizers._local_adam import scale_by_local_adam
 from sparse_collectives import AxisName, Selector, SparseAllreduce
 
 
@@ -49,9 +50,10 @@ def sparse_adamw(
     at once, so an entry moves by ``limit`` learning rates and by 25 % of the excess; the rest
     stays in the residuals. After a delivery, the residual of an entry is at most three times the
     largest sum that accumulated between two deliveries, so a steady direction moves as fast as
-    with the dense optimizer. The exchange is :func:`sparse_collectives.allreduce.agreed` in few
-    bits. At the default density a worker receives ``4 k (P-1)/P`` words for up to 8 workers and
-    ``4.8 k (P-1)/P`` for up to 34, with k = 1 % of n, about as much as :func:`ok_topk` at 1 %.
+    with the dense optimizer. The exchange is
+    :func:`sparse_collectives.allreduce.partitioned_topk` in few bits. At the default density a
+    worker receives ``4 k (P-1)/P`` words for up to 8 workers and ``4.8 k (P-1)/P`` for up to 34,
+    with k = 1 % of n, about as much as :func:`ok_topk` at 1 %.
 
     There is no first moment, since accumulation in the residuals averages gradients already. In
     rounds (``every``) each worker has a first moment of its own gradients, since local steps are
@@ -85,7 +87,7 @@ def sparse_adamw(
         (:func:`sparse_allreduce`). It then has a first moment, n float32 more for each worker.
         The gain is 1 by default, ``step_ahead`` is infinite, and the limit is H times as large.
       selector: the local selection; by default ``select.topk(density=density)``.
-      allreduce: the exchange; by default ``agreed(bits=None)``.
+      allreduce: the exchange; by default ``partitioned_topk(bits=None)``.
       **options: ``nonfinite``, ``residual``, ``dense_steps`` and ``dense_leaves`` of
         :func:`sparse_allreduce`. By default the residual is float32 with ``step_ahead=1.0``,
         or ``math.inf`` with ``every`` above 1.
@@ -112,15 +114,15 @@ def sparse_adamw(
       >>> [round(float(x), 3) for x in params["w"]]
       [0.9, -2.0]
     """
-    density = _common.DENSITY if density is None else density
+    density = _rates.DENSITY if density is None else density
     steps = _options.check_every(every)
-    rate = _common.in_front(learning_rate, gain, axis, steps)
+    rate = _rates.in_front(learning_rate, gain, axis, steps)
     scaled = scale_by_local_adam(b2, eps, moments=moments)
-    b1 = _common.first_moment(b1, steps, moments)
+    b1 = _rates.first_moment(b1, steps, moments)
     if b1 is not None:
         # optax before 0.2.6 declares floats, but arrays (of inject_hyperparams) work as well.
         scaled = cast(Any, optax.scale_by_adam)(b1, b2, eps)
-    return _common.whole(
+    return _whole.whole(
         optax.chain(scaled, rate),
         learning_rate,
         density,
@@ -132,5 +134,5 @@ def sparse_adamw(
         elementwise=moments == "entries",
         every=every,
         **options,
-        limit=_common.limit_of(limit, learning_rate, density, steps),
+        limit=_rates.limit_of(limit, learning_rate, density, steps),
     )

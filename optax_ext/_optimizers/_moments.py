@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_ext._step import _accumulation
+from optax_ext._error_feedback import _nonfinite
 
 # The numbers that are stored for a matrix [r, c]: r * c, r + c, or r.
 MOMENTS = ("entries", "factors", "rows")
@@ -82,7 +82,7 @@ def _zeros(shape: tuple[int, ...], which: int) -> jax.Array:
 
 def bounded(gradient: jax.Array) -> jax.Array:
     """NaN for entries whose mean of squares could overflow, so that the step's check sees them."""
-    small = jnp.abs(gradient) < _accumulation.LARGEST_GRADIENT
+    small = jnp.abs(gradient) < _nonfinite.LARGEST_GRADIENT
     return jnp.where(small, gradient, jnp.nan)
 
 

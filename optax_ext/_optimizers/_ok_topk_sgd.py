@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext._optimizers._common import rate_alone
-from optax_ext._state._whole import whole
-from optax_ext._step import _options
-from optax_ext._step._momentum_correction import MomentumCorrection
-from optax_ext._step._options import FeedbackOptions, takes
+from optax_ext._error_feedback import _options
+from optax_ext._error_feedback._momentum_correction import MomentumCorrection
+from optax_ext._error_feedback._options import FeedbackOptions, takes
+from optax_ext._optimizers._arguments import rate_alone
+from optax_ext._state._whole_optimizers import whole
 from optax_ext._transforms._ok_topk import ok_topk
 from sparse_collectives import AxisName, Selector
 

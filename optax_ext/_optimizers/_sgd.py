@@ -5,10 +5,10 @@ from typing import Any, Unpack
 import jax
 import optax
 
-from optax_ext._optimizers import _common
-from optax_ext._optimizers._common import rate_alone
-from optax_ext._step._momentum_correction import MomentumCorrection
-from optax_ext._step._options import FeedbackOptions, takes
+from optax_ext._error_feedback._momentum_correction import MomentumCorrection
+from optax_ext._error_feedback._options import FeedbackOptions, takes
+from optax_ext._optimizers import _rates, _whole
+from optax_ext._optimizers._arguments import rate_alone
 from sparse_collectives import AxisName, Selector, SparseAllreduce
 
 
@@ -50,7 +50,7 @@ def sparse_sgd(
       mask: the leaves with weight decay, as in ``optax.adamw``.
       every: H, the steps from one exchange to the next, as in :func:`sparse_adamw`.
       selector: the local selection; by default ``select.topk(density=density)``.
-      allreduce: the exchange; by default ``agreed(bits=None)``.
+      allreduce: the exchange; by default ``partitioned_topk(bits=None)``.
       correction: momentum before the accumulation, from :func:`momentum_correction`.
       **options: ``nonfinite``, ``residual``, ``dense_steps`` and ``dense_leaves``, with the same
         defaults as in :func:`sparse_adamw`.
@@ -74,10 +74,10 @@ def sparse_sgd(
       >>> [round(float(x), 3) for x in params["w"]]
       [1.0, -1.8]
     """
-    return _common.whole(
-        _common.in_front(learning_rate, 1.0, axis),
+    return _whole.whole(
+        _rates.in_front(learning_rate, 1.0, axis),
         learning_rate,
-        _common.DENSITY if density is None else density,
+        _rates.DENSITY if density is None else density,
         axis=axis,
         weight_decay=weight_decay,
         mask=mask,

@@ -8,8 +8,17 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
-from optax_ext._state import _find, _host_checks, _init, _nnx, _placement, _shards, _wrappers
-from optax_ext._step._sparse_state import SparseAllreduceState
+from optax_ext._error_feedback._sparse_state import SparseAllreduceState
+from optax_ext._state import (
+    _find,
+    _host_checks,
+    _init,
+    _nnx,
+    _placement,
+    _shards,
+    _specs,
+    _wrappers,
+)
 from sparse_collectives import __version__, _compat
 
 # The format of the metadata and of the states that it describes. It grows when the structure of a
@@ -59,10 +68,10 @@ def abstract_state(
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree)
 
     if given is None or not _wrappers.reductions(shapes):
-        places = _placement.state_specs(shapes)
+        places = _specs.state_specs(shapes)
     else:
         places = _placement.placements(shapes, params, given)
-    return jax.tree.map(place, places, shapes, is_leaf=_placement.is_spec)
+    return jax.tree.map(place, places, shapes, is_leaf=_specs.is_spec)
 
 
 def checkpoint_metadata(opt_state: Any) -> dict[str, Any]:

@@ -7,14 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from optax_ext._error_feedback import _sparse_state
+from optax_ext._error_feedback._dense_state import DenseState
+from optax_ext._error_feedback._roles import Rows
+from optax_ext._error_feedback._sparse_state import SparseAllreduceState, StepInfo
 from optax_ext._state import _index, _nnx
 from optax_ext._state._wrappers import get_states as get_states
 from optax_ext._state._wrappers import is_state as is_state
 from optax_ext._state._wrappers import reductions as reductions
-from optax_ext._step import _sparse_state
-from optax_ext._step._dense import DenseState
-from optax_ext._step._roles import Rows
-from optax_ext._step._sparse_state import SparseAllreduceState, StepInfo
 from sparse_collectives import _compat
 
 

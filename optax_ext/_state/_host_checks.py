@@ -13,9 +13,9 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh
 
+from optax_ext._error_feedback import _trace_checks
+from optax_ext._error_feedback._sparse_state import SparseAllreduceState
 from optax_ext._state import _index, _wrappers
-from optax_ext._step import _trace_checks
-from optax_ext._step._sparse_state import SparseAllreduceState
 from sparse_collectives import AxisName, _compat
 
 

@@ -1,8 +1,8 @@
 """An index of an optimizer state: the role of each array for the workers.
 
 It is made once for each structure of a state, from the declarations of the states in it
-(:mod:`optax_ext._step._roles`). Wrappers of other libraries are passed through; none is recognized
-by the names of its fields.
+(:mod:`optax_ext._error_feedback._roles`). Wrappers of other libraries are
+passed through; none is recognized by the names of its fields.
 """
 
 import dataclasses
@@ -14,11 +14,11 @@ import jax
 import optax
 from jax.sharding import PartitionSpec
 
+from optax_ext._error_feedback import _roles
+from optax_ext._error_feedback._layout import TreeLayout
+from optax_ext._error_feedback._roles import Field, Role, Rows
+from optax_ext._error_feedback._sparse_state import Settings, SparseAllreduceState
 from optax_ext._state import _wrappers
-from optax_ext._step import _roles
-from optax_ext._step._layout import TreeLayout
-from optax_ext._step._roles import Field, Role, Rows
-from optax_ext._step._sparse_state import Settings, SparseAllreduceState
 from sparse_collectives import _compat
 
 _WHOLE = Field(Role.SHARED, Rows.NONE)

@@ -10,9 +10,9 @@ import optax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from optax_ext._state import _find, _host_checks, _placement, _whole
-from optax_ext._step import _given, _layout, _sparse_state
-from optax_ext._step._trace_checks import UnboundAxisError
+from optax_ext._error_feedback import _layout, _param_sharding, _sparse_state
+from optax_ext._error_feedback._trace_checks import UnboundAxisError
+from optax_ext._state import _find, _host_checks, _placement, _specs, _whole_optimizers
 from sparse_collectives import AxisName, _compat
 
 
@@ -73,7 +73,7 @@ def _made(tx: Any, params: Any, mesh: Any, specs: Any) -> tuple[Any, Any]:
     given = _placement.given_of(params, mesh, specs)
 
     def init(params: Any) -> Any:
-        return _sparse_state.strongly_typed(tx.init(_given.sharded(params, given)))
+        return _sparse_state.strongly_typed(tx.init(_param_sharding.sharded(params, given)))
 
     everywhere = init
     for name in reversed(names):
@@ -89,10 +89,10 @@ def _made(tx: Any, params: Any, mesh: Any, specs: Any) -> tuple[Any, Any]:
         axis = _find.axis_of(local)
         _host_checks.check_axis(axis, names)
         for state in _find.get_states(local):
-            _given.check_found(state.layout.sharding, given, axis)
-        _whole.check(local)
+            _param_sharding.check_found(state.layout.sharding, given, axis)
+        _whole_optimizers.check(local)
         _warn_of_multi_steps(local)
-    specs = _placement.state_specs(local)
+    specs = _specs.state_specs(local)
     if isinstance(mesh, Mapping):
         states = jax.jit(everywhere)(params)
         return jax.tree.map(lambda spec, x: _joined(x, spec, names), specs, states), specs
@@ -104,14 +104,14 @@ def _made(tx: Any, params: Any, mesh: Any, specs: Any) -> tuple[Any, Any]:
         init,
         mesh=mesh,
         in_specs=PartitionSpec(),
-        out_specs=_placement.state_specs(local, manual=workers),
+        out_specs=_specs.state_specs(local, manual=workers),
         axis_names=set(workers),
     )
     whole = jax.eval_shape(jax.jit(mapped), params)
     where = _placement.placements(whole, params, given)
     if isinstance(mesh, AbstractMesh):
         return jax.jit(mapped)(params), where
-    placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), where, is_leaf=_placement.is_spec)
+    placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), where, is_leaf=_specs.is_spec)
     made = jax.jit(mapped, out_shardings=placed)(_placement.put(params, mesh, given))
     return made, where
 
@@ -140,7 +140,7 @@ def _on(mesh: Any, state: Any, specs: Any) -> Any:
         lambda spec, x: jax.device_put(x, NamedSharding(mesh, spec)),
         specs,
         state,
-        is_leaf=_placement.is_spec,
+        is_leaf=_specs.is_spec,
     )
 
 

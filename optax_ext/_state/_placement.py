@@ -1,7 +1,7 @@
 """Where parameters are on a mesh, and where the optimizer's arrays for them go."""
 
 import contextlib
-from collections.abc import Collection, Generator, Hashable, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import jax
@@ -9,90 +9,10 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from optax_ext._state import _host_checks, _index
-from optax_ext._step._given import Given
-from optax_ext._step._roles import Rows
-from sparse_collectives import AxisName, _compat
-
-
-def state_specs(opt_state: Any, *, manual: AxisName | None = None) -> Any:
-    """The PartitionSpec of each leaf of an optimizer state, as a pytree.
-
-    Use it for ``in_specs`` and ``out_specs`` of ``jax.shard_map``. Values of one worker are
-    split over the axis of the transformation along their leading dimension, and values of one
-    shard (with a hierarchical allreduce) over its inner axis; all else is replicated. The
-    gradients that ``optax.MultiSteps`` accumulates before an allreduce also belong to one
-    worker: outside of the mapped function the gradients of all workers are concatenated.
-
-    If other axes shard the parameters, values of one device are also split over these axes. The
-    rest of the optimizer state keeps its placement, which arrays (and the results of
-    :func:`abstract_state`) carry themselves.
-
-    Args:
-      opt_state: the state, or anything of its structure (such as the result of
-        ``jax.eval_shape``).
-      manual: the axes that the mapped function makes manual, its ``axis_names``: the specs name
-        no others. None: all axes of the mesh.
-
-    Raises:
-      ValueError: an axis that is an MPI communicator; allreduces that name different axes; a
-        wrapper around the allreduce that decides by the gradients of one worker
-        (``optax.apply_if_finite``); ``optax.MultiSteps`` with a scalar parameter, or with a
-        state that was made outside of the mapped function.
-    """
-    return on_axes(_all_specs(opt_state), manual)
-
-
-def on_axes(specs: Any, manual: AxisName | None) -> Any:
-    """The specs restricted to the axes ``manual``; unchanged if that is None."""
-    if manual is None:
-        return specs
-    names = _compat.axis_names(manual)
-    return jax.tree.map(lambda spec: restricted(spec, names), specs, is_leaf=is_spec)
-
-
-def _all_specs(opt_state: Any) -> Any:
-    leaves, treedef = jax.tree.flatten(opt_state)
-    index = _index.index_of(treedef)
-    index.check(opt_state)
-    if not index.axes:
-        return treedef.unflatten(map(_placed_spec, leaves))
-    _host_checks.check_mesh_axis(index.axis)
-    if not index.is_parted:
-        return treedef.unflatten(index.specs)
-
-    def spec(known: _index.Leaf, leaf: Any) -> PartitionSpec:
-        if known.rows is Rows.NONE:
-            return _placed_spec(leaf)
-        if known.rows in (Rows.WORKER, Rows.JOINED) and len(own := _placed_spec(leaf)):
-            return own
-        return known.spec
-
-    return treedef.unflatten(map(spec, index.leaves, leaves))
-
-
-def is_spec(node: Any) -> bool:
-    """Whether it is a PartitionSpec, which is a leaf."""
-    return isinstance(node, PartitionSpec)
-
-
-def restricted(spec: PartitionSpec, names: Collection[Hashable]) -> PartitionSpec:
-    """``spec`` without any other names."""
-    kept = [
-        tuple(name for name in _compat.axis_names(dim) if name in names) if dim is not None else ()
-        for dim in spec
-    ]
-    while kept and not kept[-1]:
-        kept.pop()
-    return PartitionSpec(*((dim[0] if len(dim) == 1 else dim) if dim else None for dim in kept))
-
-
-def _placed_spec(leaf: Any) -> PartitionSpec:
-    """The spec of an array, from its own sharding."""
-    placed = getattr(leaf, "sharding", None)
-    if not isinstance(placed, NamedSharding) or isinstance(leaf, Tracer):
-        return PartitionSpec()
-    return restricted(placed.spec, placed.mesh.axis_names)
+from optax_ext._error_feedback._param_sharding import ParamSharding
+from optax_ext._error_feedback._roles import Rows
+from optax_ext._state import _index, _specs
+from sparse_collectives import _compat
 
 
 def with_auto_axes(mesh: Mesh) -> Mesh:
@@ -118,7 +38,7 @@ def around(mesh: Any) -> Generator[None]:
 
 def given_of(
     params: Any, mesh: Mesh | AbstractMesh | Mapping[str, int], specs: Any = None
-) -> Given | None:
+) -> ParamSharding | None:
     """How the parameters are sharded over the mesh.
 
     None if they are whole on each device and no ``specs`` say that this is intended. With ``specs``
@@ -143,9 +63,9 @@ def given_of(
                 lambda spec, tree: jax.tree.map(lambda _: spec, tree),
                 specs,
                 params,
-                is_leaf=is_spec,
+                is_leaf=_specs.is_spec,
             ),
-            is_leaf=is_spec,
+            is_leaf=_specs.is_spec,
         )
     for (path, _), spec in zip(flat, found, strict=True):
         missing = [n for dim in spec if dim for n in _compat.axis_names(dim) if n not in sizes]
@@ -157,14 +77,14 @@ def given_of(
     if specs is None and not any(dim for spec in found for dim in spec):
         return None
     paths = (jax.tree_util.keystr(path) for path, _ in flat)
-    return Given({**sizes}, dict(zip(paths, found, strict=True)))
+    return ParamSharding({**sizes}, dict(zip(paths, found, strict=True)))
 
 
 def _spec_on(mesh: Any, path: Any, leaf: Any) -> PartitionSpec:
     placed = getattr(leaf, "sharding", None)
     if not isinstance(placed, NamedSharding) or isinstance(leaf, Tracer):
         return PartitionSpec()
-    spec = restricted(placed.spec, placed.mesh.axis_names)
+    spec = _specs.restricted(placed.spec, placed.mesh.axis_names)
     if not len(spec):
         return spec
     sizes = dict(mesh) if isinstance(mesh, Mapping) else dict(mesh.shape)
@@ -179,7 +99,7 @@ def _spec_on(mesh: Any, path: Any, leaf: Any) -> PartitionSpec:
     return spec
 
 
-def placements(opt_state: Any, params: Any, given: Given) -> Any:
+def placements(opt_state: Any, params: Any, given: ParamSharding) -> Any:
     """The spec of each array of the state of all workers, over all axes of the mesh.
 
     Transformations after the exchange keep arrays in the shapes of the parameters, under their
@@ -218,14 +138,14 @@ def placements(opt_state: Any, params: Any, given: Given) -> Any:
     return treedef.unflatten([spec(known, path, np.shape(x)) for known, (path, x) in pairs])
 
 
-def specs_like(params: Any, given: Given) -> Any:
+def specs_like(params: Any, given: ParamSharding) -> Any:
     """The specs as a tree like the parameters."""
     return jax.tree_util.tree_map_with_path(
         lambda path, _: given.specs[jax.tree_util.keystr(path)], params
     )
 
 
-def put(params: Any, mesh: Mesh, given: Given) -> Any:
+def put(params: Any, mesh: Mesh, given: ParamSharding) -> Any:
     """The parameters on the mesh, placed as ``given`` says."""
 
     def place(path: tuple, leaf: Any) -> Any:

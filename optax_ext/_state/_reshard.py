@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from optax_ext._error_feedback import _layout, _roles, _trace_checks
+from optax_ext._error_feedback._roles import Role, Rows
+from optax_ext._error_feedback._sparse_state import SparseAllreduceState
 from optax_ext._state import _find, _host_checks, _index, _nnx, _rows, _shards, _wrappers
-from optax_ext._step import _layout, _roles, _trace_checks
-from optax_ext._step._roles import Role, Rows
-from optax_ext._step._sparse_state import SparseAllreduceState
 
 
 def reshard(opt_state: Any, fresh_state: Any) -> Any:

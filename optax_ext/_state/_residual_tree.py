@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
+from optax_ext._error_feedback import _buffers, _layout, _owner, _residual, _trace_checks
+from optax_ext._error_feedback._sparse_state import SparseAllreduceState
 from optax_ext._state import _index, _wrappers
-from optax_ext._step import _accumulation, _buffers, _layout, _trace_checks
-from optax_ext._step._sparse_state import SparseAllreduceState
 from sparse_collectives import _compat, transport
 from sparse_collectives._platform import once
 
@@ -113,7 +113,7 @@ def ahead(params: Any, opt_state: Any) -> Any:
     if ranks or any(_is_in_parts(state) for state in states):
         return stepped()
     # Layers read their parameters several times, and would each add the residual again.
-    owned = [_accumulation.is_own(state.owner, state.settings.axis) for state in states]
+    owned = [_owner.is_own(state.owner, state.settings.axis) for state in states]
     return once(functools.reduce(operator.or_, owned), stepped, lambda: local)
 
 
@@ -140,15 +140,15 @@ def _share(state: SparseAllreduceState, workers: int) -> Any:
 def _own_residual(state: SparseAllreduceState) -> jax.Array:
     """The residual in float32, without another worker's."""
     axis = state.settings.axis
-    residual = _accumulation.load(state.residual)
+    residual = _residual.load(state.residual)
     # Over MPI the rank is not in the state; the step leaves out copies.
-    return residual if _compat.ranks(axis) else _accumulation.own(residual, state.owner, axis)
+    return residual if _compat.ranks(axis) else _owner.own(residual, state.owner, axis)
 
 
 def _share_of_part(residual: jax.Array, layout: Any, settings: Any, workers: int) -> Any:
     """:func:`_share` for the part of one device."""
     size = layout.size
-    coefficient = _accumulation.coefficient(settings.step_ahead, workers)
+    coefficient = _residual.coefficient(settings.step_ahead, workers)
     if not coefficient:
         return of_vector(jnp.zeros((size,), jnp.float32), layout)
     share = coefficient * residual[0]

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from optax_ext._error_feedback import _buffers, _layout
+from optax_ext._error_feedback._sparse_state import SparseAllreduceState
 from optax_ext._state._residual_tree import of_vector
-from optax_ext._step import _buffers, _layout
-from optax_ext._step._sparse_state import SparseAllreduceState
 from sparse_collectives import _compat
 
 

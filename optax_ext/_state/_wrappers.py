@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import optax
 
-from optax_ext._step._dense import DenseState
-from optax_ext._step._sparse_state import SparseAllreduceState
+from optax_ext._error_feedback._dense_state import DenseState
+from optax_ext._error_feedback._sparse_state import SparseAllreduceState
 
 _REFUSED = {
     optax.ApplyIfFiniteState: (

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from optax_ext._error_feedback import _layout, _trace_checks
 from optax_ext._state import _wrappers
-from optax_ext._step import _layout, _trace_checks
 from sparse_collectives import AxisName, _hash, extend, transport
 
 

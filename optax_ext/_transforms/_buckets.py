@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from optax_ext._step import _groups, _roles
-from optax_ext._step._roles import SHARED
+from optax_ext._error_feedback import _groups, _roles
+from optax_ext._error_feedback._roles import SHARED
 from sparse_collectives import _validation
 
 

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext._step import _groups, _trace_checks
-from optax_ext._step._dense import DenseState
+from optax_ext._error_feedback import _groups, _trace_checks
+from optax_ext._error_feedback._dense_state import DenseState
 from sparse_collectives import AxisName, _compat, _validation, extend, transport
 
 DTYPES = ("float16", "bfloat16", "float32")

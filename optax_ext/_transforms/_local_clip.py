@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext._step import _trace_checks
+from optax_ext._error_feedback import _trace_checks
 from sparse_collectives import AxisName, _validation
 
 

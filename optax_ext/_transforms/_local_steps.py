@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_ext._error_feedback import _groups, _roles, _sparse_state, _trace_checks
+from optax_ext._error_feedback._roles import MOVED, OF_WORKER, SHARED, STATISTIC, SUMMED
 from optax_ext._state import _find, _host_checks, _wrappers
-from optax_ext._step import _groups, _roles, _sparse_state, _trace_checks
-from optax_ext._step._roles import MOVED, OF_WORKER, SHARED, STATISTIC, SUMMED
 from optax_ext._transforms import _branch
 from sparse_collectives import _compat, _validation
 

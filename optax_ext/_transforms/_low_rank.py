@@ -4,12 +4,12 @@ from typing import Any, Unpack
 
 import optax
 
+from optax_ext._error_feedback import _contract
+from optax_ext._error_feedback._options import LocalOptions, takes
+from optax_ext._error_feedback._step import ErrorFeedback
+from optax_ext._error_feedback._transformation import Transformation
 from optax_ext._low_rank._exchange import LowRankExchange
 from optax_ext._state import _init
-from optax_ext._step import _contract
-from optax_ext._step._error_feedback import ErrorFeedback
-from optax_ext._step._options import LocalOptions, takes
-from optax_ext._step._transformation import Transformation
 from sparse_collectives import AxisName, Spec, _validation
 
 

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from optax_ext._step._momentum_correction import MomentumCorrection
+from optax_ext._error_feedback._momentum_correction import MomentumCorrection
 from sparse_collectives import Spec, _validation
 
 

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_ext._error_feedback import _roles
+from optax_ext._error_feedback._roles import OF_WORKER, SHARED, SUMMED
 from optax_ext._state import _host_checks
 from optax_ext._state._find import accumulators, reductions
-from optax_ext._step import _roles
-from optax_ext._step._roles import OF_WORKER, SHARED, SUMMED
 from optax_ext._transforms import _branch
 from sparse_collectives import _validation
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import optax
 
-from optax_ext._step import _options
-from optax_ext._step._options import SparseOptions, takes
+from optax_ext._error_feedback import _options
+from optax_ext._error_feedback._options import SparseOptions, takes
 from optax_ext._transforms._sparse_allreduce import selection, sparse_allreduce
 from sparse_collectives import AxisName, Selector, allreduce, select
 

@@ -4,13 +4,13 @@ from typing import Any
 
 import optax
 
+from optax_ext._error_feedback import _contract, _options, _residual
+from optax_ext._error_feedback._momentum_correction import MomentumCorrection
+from optax_ext._error_feedback._options import DenseSteps
+from optax_ext._error_feedback._sparse_exchange import SparseExchange
+from optax_ext._error_feedback._step import ErrorFeedback
+from optax_ext._error_feedback._transformation import Transformation
 from optax_ext._state import _init
-from optax_ext._step import _accumulation, _contract, _options
-from optax_ext._step._error_feedback import ErrorFeedback
-from optax_ext._step._momentum_correction import MomentumCorrection
-from optax_ext._step._options import DenseSteps
-from optax_ext._step._sparse_exchange import SparseExchange
-from optax_ext._step._transformation import Transformation
 from sparse_collectives import AxisName, Selector, SparseAllreduce, _validation, select
 
 
@@ -22,7 +22,7 @@ def sparse_allreduce(
     nonfinite: str = "skip",
     local: optax.GradientTransformation | None = None,
     correction: MomentumCorrection | None = None,
-    residual: _accumulation.Residual | None = None,
+    residual: _residual.Residual | None = None,
     dense_steps: DenseSteps | None = None,
     dense_leaves: Any = None,
     limit: optax.ScalarOrSchedule | None = None,

@@ -8,7 +8,7 @@ from typing import Unpack
 
 import optax
 
-from optax_ext._step._options import SparseOptions, takes
+from optax_ext._error_feedback._options import SparseOptions, takes
 from optax_ext._transforms._sparse_allreduce import selection, sparse_allreduce
 from sparse_collectives import AxisName, Codec, Selector, allreduce
 

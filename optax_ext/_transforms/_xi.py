@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from optax_ext._step import _buffers, _roles
-from optax_ext._step._roles import SHARED
-from optax_ext._step._sparse_state import SparseAllreduceState
+from optax_ext._error_feedback import _buffers, _roles
+from optax_ext._error_feedback._roles import SHARED
+from optax_ext._error_feedback._sparse_state import SparseAllreduceState
 from sparse_collectives import AxisName, _compat, _validation, extend, transport
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from optax_ext._state._placement import is_spec, state_specs
+from optax_ext._state._specs import is_spec, state_specs
 from optax_ext.elastic._job import check_counts
 
 

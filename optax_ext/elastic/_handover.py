@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from optax_ext._error_feedback._roles import Role, Rows
 from optax_ext._state import _find, _index
 from optax_ext._state._reshard import reshard
-from optax_ext._step._roles import Role, Rows
 from sparse_collectives import AxisName
 
 _SUMS = Role.SUMMED, Role.MOVED

@@ -16,10 +16,10 @@ import optax
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from optax_ext._loop import _mapped
-from optax_ext._loop._train_step import make_train_step
 from optax_ext._state._init import init_state
-from optax_ext._state._placement import state_specs
+from optax_ext._state._specs import state_specs
+from optax_ext._train import _mapped
+from optax_ext._train._train_step import make_train_step
 from optax_ext.elastic import _handover, _jax_internals
 from optax_ext.elastic._jax_internals import Device
 

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from optax_ext._state import _find, _index
-from optax_ext._state._placement import is_spec
+from optax_ext._state._specs import is_spec
 from optax_ext.elastic import _handover
 from optax_ext.elastic._checkpoints import Checkpoints
 from optax_ext.elastic._job import Job

@@ -2,9 +2,9 @@
 
 import optax
 
-from optax_ext._step._accumulation import residual
 from optax_ext._transforms._dense import dense
 from optax_ext._transforms._local_steps import local_steps
+from optax_ext._transforms._residual import residual
 from optax_ext._transforms._sparse_allreduce import selection, sparse_allreduce
 from sparse_collectives import AxisName, Codec, Selector, allreduce, select
 

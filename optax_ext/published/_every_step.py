@@ -4,7 +4,7 @@ from typing import Unpack
 
 import optax
 
-from optax_ext._step._options import LocalOptions, SparseOptions, takes
+from optax_ext._error_feedback._options import LocalOptions, SparseOptions, takes
 from optax_ext._transforms._local_clip import local_clip_by_global_norm
 from optax_ext._transforms._momentum_correction import momentum_correction
 from optax_ext._transforms._sparse_allreduce import selection, sparse_allreduce

@@ -4,17 +4,17 @@
 """
 
 from sparse_collectives.allreduce import published
-from sparse_collectives.allreduce._agreed import agreed
 from sparse_collectives.allreduce._dense import dense
 from sparse_collectives.allreduce._full_sums import full_sums
 from sparse_collectives.allreduce._hierarchical import hierarchical
 from sparse_collectives.allreduce._ok_topk import ok_topk
+from sparse_collectives.allreduce._partitioned_topk import partitioned_topk
 from sparse_collectives.allreduce._shared_random import shared_random
 from sparse_collectives.allreduce._spardl import spardl
 from sparse_collectives.allreduce._topk_a import topk_a
 
 __all__ = [
-    "agreed",
+    "partitioned_topk",
     "dense",
     "full_sums",
     "hierarchical",

@@ -18,7 +18,7 @@ def full_sums(inner: SparseAllreduce) -> SparseAllreduce:
 
     An allreduce of selections delivers at an index only the values of the workers that selected
     it, and the values of the others wait. With :func:`ok_topk` the indices are those with the
-    largest sums, which :func:`agreed` cannot find.
+    largest sums, which :func:`partitioned_topk` cannot find.
 
     Cost: the cost of ``inner``, and a psum of one word for each slot of its total,
     ``2 k (P-1)/P`` words for k slots. :func:`ok_topk` and :func:`spardl` gather only indices

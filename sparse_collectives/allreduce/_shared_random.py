@@ -17,10 +17,10 @@ def shared_random(density: float, *, seed: int = 0) -> SparseAllreduce:
 
     .. math:: total_I = \sum_j acc_{j, I}, \qquad residual_{j, I} = 0, \qquad |I| = k
 
-    No index is sent, so for the same words it delivers 1.5 times the entries of :func:`agreed` with
-    32 bits, whatever their size. Which is better depends on the gradient. If it is concentrated in
-    few entries, the largest are worth more. If workers hold whole models that only have to stay
-    close to one another, as in SPARTA, any entry is as good.
+    No index is sent, so for the same words it delivers 1.5 times the entries of
+    :func:`partitioned_topk` with 32 bits, whatever their size. Which is better depends on the
+    gradient. If it is concentrated in few entries, the largest are worth more. If workers hold
+    whole models that only have to stay close to one another, as in SPARTA, any entry is as good.
 
     The steps walk through a random permutation of the n indices, and draw another one at its
     end. Each index is drawn once in every ``ceil(n / k)`` steps, so an entry waits for fewer

@@ -10,7 +10,7 @@ message for each partner of an all_to_all.
 import math
 from collections.abc import Callable
 
-from sparse_collectives.allreduce import _agreed
+from sparse_collectives.allreduce import _partitioned_topk
 from sparse_collectives.allreduce._ok_topk import _plan
 from sparse_collectives.allreduce._parts import _slots, _sums
 from sparse_collectives.cost_model._codecs import MessageSizes, codec_sizes
@@ -196,12 +196,12 @@ def spardl(w: Workload, codec: MessageSizes) -> Estimate:
     return certain(reduced + gathered)
 
 
-def agreed(bits: int | None) -> Formula:
+def partitioned_topk(bits: int | None) -> Formula:
     """The allgather of the parts' indices, and the sum of the values of all workers there."""
 
     def formula(w: Workload, codec: MessageSizes) -> Estimate:
         del codec
-        plan = _agreed.make_plan(w.size, w.selected, w.workers, w.density, bits)
+        plan = _partitioned_topk.make_plan(w.size, w.selected, w.workers, w.density, bits)
         slots = plan.slots * w.workers
         indices = _all_gather(plan.message_words, w.workers)
         words = _sums.sum_words(slots, w.workers, plan.bits)

@@ -36,7 +36,7 @@ class Algorithm(NamedTuple):
       two_level: whether it needs workers grouped in nodes; ``factory`` is then the outer exchange
         of ``hierarchical``, unless the row is ``dense``.
       overlaps: whether it can run while the gradients are computed.
-      complete: whether all workers add their values at an index that any of them selected (full
+      full_sums: whether all workers add their values at an index that any of them selected (full
         sums), so that the allreduce takes part in the selection.
       lossy: whether it rounds values without a codec.
       room: further arguments with which it delivers every selected entry; empty if it always
@@ -53,7 +53,7 @@ class Algorithm(NamedTuple):
     dense: bool = False
     two_level: bool = False
     overlaps: bool = False
-    complete: bool = False
+    full_sums: bool = False
     lossy: bool = False
     room: Mapping[str, float] | None = None
     wide: bool = False
@@ -128,7 +128,13 @@ _GTOPK = _pairs(published.gtopk, _density, flat.gtopk)
 _SPARDL = _pairs(allreduce.spardl, _density, flat.spardl)
 _OK_TOPK = _pairs(allreduce.ok_topk, _density, flat.ok_topk)
 _DENSE = Algorithm("dense", allreduce.dense, _nothing, flat.dense, dense=True, room={}, wide=True)
-_AGREED = Algorithm("agreed", allreduce.agreed, _density, flat.agreed(bits=32), complete=True)
+_PARTITIONED = Algorithm(
+    "partitioned_topk",
+    allreduce.partitioned_topk,
+    _density,
+    flat.partitioned_topk(bits=32),
+    full_sums=True,
+)
 
 _ROWS = (
     _DENSE,
@@ -162,12 +168,15 @@ _ROWS = (
     _GTOPK,
     _SPARDL,
     _OK_TOPK,
-    _AGREED,
-    _AGREED._replace(
-        name="agreed(few)", arguments=_few_bits, formula=flat.agreed(bits=None), lossy=True
+    _PARTITIONED,
+    _PARTITIONED._replace(
+        name="partitioned_topk(few)",
+        arguments=_few_bits,
+        formula=flat.partitioned_topk(bits=None),
+        lossy=True,
     ),
     Algorithm(
-        "shared_random", allreduce.shared_random, _density, flat.shared_random, complete=True
+        "shared_random", allreduce.shared_random, _density, flat.shared_random, full_sums=True
     ),
     _between_nodes(_TOPK_A),
     _between_nodes(_GTOPK),
@@ -186,8 +195,8 @@ def predict(name: str, workload: Workload, codec: str = "raw") -> Estimate:
 
     Args:
       name: a key of ``ALGORITHMS``: the name in ``sparse_collectives.allreduce``,
-        ``agreed(few)`` for ``agreed`` with the fewest bits, or ``hierarchical(...)`` around
-        a name.
+        ``partitioned_topk(few)`` for ``partitioned_topk`` with the fewest bits, or
+        ``hierarchical(...)`` around a name.
       workload: n, k and P, and the workers of a node if there are two levels.
       codec: the name of a factory in ``sparse_collectives.wire``.
 

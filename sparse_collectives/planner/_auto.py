@@ -17,7 +17,7 @@ from sparse_collectives.planner._ways import CPU
 CANDIDATES = tuple(
     name
     for name, row in ALGORITHMS.items()
-    if row.planned and not row.two_level and not row.complete
+    if row.planned and not row.two_level and not row.full_sums
 )
 
 

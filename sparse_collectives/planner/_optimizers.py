@@ -71,7 +71,7 @@ def optimizers(workload: Workload, local: LocalCost) -> tuple[Way, ...]:
     The times of a core are scaled with the cost of selecting.
     """
     size, density = workload.size, float(f"{workload.density:.6g}")
-    few = predict("agreed(few)", workload)
+    few = predict("partitioned_topk(few)", workload)
 
     def work(name: str) -> float:
         cpu, gpu = _WORK[name]
@@ -98,7 +98,7 @@ def optimizers(workload: Workload, local: LocalCost) -> tuple[Way, ...]:
         )
 
     return (
-        sparse("sparse_adamw", steps_of="agreed(few)"),
+        sparse("sparse_adamw", steps_of="partitioned_topk(few)"),
         sparse("sparse_sgd", steps_of=None),
         Way(
             "powersgd(1), adamw",

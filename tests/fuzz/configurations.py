@@ -72,7 +72,7 @@ OPTIONS: dict[str, dict[str, Any]] = dict.fromkeys(table.ALGORITHMS, {}) | {
         "candidates": st.sampled_from((None, ("ok_topk",), ("ring_sparse", "gtopk"))),
     },
     "full_sums": {"inner": st.sampled_from(("ok_topk", "gtopk", "spardl", "ring_sparse"))},
-    "agreed": {"density": st.booleans(), "bits": st.sampled_from((32, 16, 10, 8, None))},
+    "partitioned_topk": {"density": st.booleans(), "bits": st.sampled_from((32, 16, 10, 8, None))},
 }
 
 
@@ -90,9 +90,9 @@ def flat_allreduces(
         allreduce = sc.planner.auto(density=density, **options)
     elif name == "full_sums":
         allreduce = sc.allreduce.full_sums(table.make(options["inner"], density, codec))
-    elif name == "agreed":
+    elif name == "partitioned_topk":
         limit = density if options["density"] else None
-        allreduce = sc.allreduce.agreed(density=limit, bits=options["bits"])
+        allreduce = sc.allreduce.partitioned_topk(density=limit, bits=options["bits"])
     else:
         allreduce = table.make(name.partition(" ")[0], density, codec, **options)
     return f"{name}/{codec_name}", allreduce

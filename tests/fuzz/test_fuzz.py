@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import sparse_collectives as sc
-from optax_ext._step._accumulation import LARGEST
+from optax_ext._error_feedback._nonfinite import LARGEST
 from tests.fuzz.configurations import (
     AROUND,
     MINI_STEPS,

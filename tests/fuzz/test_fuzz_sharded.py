@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 
 import optax_ext
 import sparse_collectives as sc
-from optax_ext._step import _given
+from optax_ext._error_feedback import _param_sharding
 from tests.fuzz.configurations import Configuration, configurations
 from tests.fuzz.data import STEPS, gradients
 from tests.fuzz.test_fuzz import IN_A_PART, PARTS, _settings
@@ -98,7 +98,7 @@ def run(drawn: Sharded) -> tuple[list[dict], Any, Any]:
     def init(_: Any) -> Any:
         params = {k: jnp.zeros(x.shape, x.dtype) for k, x in configuration.params.items()}
         specs = {f"['{k}']": s for k, s in drawn.specs.items()}
-        return tx.init(_given.sharded(params, _given.Given(names, specs)))
+        return tx.init(_param_sharding.sharded(params, _param_sharding.ParamSharding(names, specs)))
 
     everywhere = jax.jit(init)
     for name, size in reversed(names.items()):

@@ -35,8 +35,8 @@ CASES = {
         _a.ok_topk(density=DENSITY, schedule="all_to_all", global_period=3), (3,)
     ),
     "ok_topk qsgd": Case(_a.ok_topk(density=DENSITY, codec=_w.qsgd(bits=4)), (4,)),
-    "agreed": Case(_a.agreed(), (3,)),
-    "agreed, 16 bits": Case(_a.agreed(density=DENSITY, bits=16), (2, 3)),
+    "partitioned_topk": Case(_a.partitioned_topk(), (3,)),
+    "partitioned_topk, 16 bits": Case(_a.partitioned_topk(density=DENSITY, bits=16), (2, 3)),
     "topk_a": Case(_a.topk_a(), (2, 3)),
     "topk_a narrow8": Case(_a.topk_a(codec=_w.narrow8()), (3,)),
     "gtopk": Case(_a.published.gtopk(density=DENSITY), (3, 4)),

@@ -39,8 +39,8 @@ REDUCTIONS = {
     "threshold_reuse": lambda: optax_ext.ok_topk(
         DENSITY, axis="data", selector=select.threshold_reuse(density=DENSITY)
     ),
-    "agreed": lambda: optax_ext.sparse_allreduce(
-        select.topk(density=DENSITY), allreduce.agreed(bits=None), axis="data"
+    "partitioned_topk": lambda: optax_ext.sparse_allreduce(
+        select.topk(density=DENSITY), allreduce.partitioned_topk(bits=None), axis="data"
     ),
     "dense": lambda: optax_ext.dense(axis="data"),
 }
@@ -63,7 +63,7 @@ def direct(mesh: Mesh, folder: Path) -> dict[str, np.ndarray]:
     try:
         # The cache has no key for the setting.
         _step.cache_clear()
-        return train(mesh, folder, reduction="agreed", steps=10)
+        return train(mesh, folder, reduction="partitioned_topk", steps=10)
     finally:
         transport.use_direct_messages(False)
         _step.cache_clear()

@@ -10,8 +10,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import optax_ext
 import sparse_collectives as sc
+from optax_ext._error_feedback import _layout
 from optax_ext._state import _shards
-from optax_ext._step import _layout
 from tests.optax_ext import helpers
 
 SHAPES = {

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_ext
 import sparse_collectives as sc
-from optax_ext._loop import _arrays
+from optax_ext._train import _arrays
 from tests.optax_ext.helpers import PARAMS, batch_of, loss_fn, mesh, normal, refused, same, train
 
 TX = optax_ext.sparse_sgd(0.1, axis="data", density=0.25, allreduce=sc.allreduce.topk_a())

@@ -84,18 +84,18 @@ ROWS = {
     "gtopk of eight": of(ar.published.gtopk(density=DENSITY), workers=(8,)),
     "spardl": of(ar.spardl(density=DENSITY)),
     "topk_dsa": Row(optax_ext.published.topk_dsa(DENSITY, axis="w"), (8,)),
-    "agreed": of(ar.agreed(), quick=True),
-    "agreed, few bits": of(ar.agreed(bits=None), quick=True),
+    "partitioned_topk": of(ar.partitioned_topk(), quick=True),
+    "partitioned_topk, few bits": of(ar.partitioned_topk(bits=None), quick=True),
     "full_sums": of(ar.full_sums(OK_TOPK)),
     "shared_random": of(ar.shared_random(density=DENSITY), quick=True),
     "nodes, shared_random": over_nodes(ar.shared_random(density=DENSITY)),
-    "nodes, agreed": over_nodes(ar.agreed()),
+    "nodes, partitioned_topk": over_nodes(ar.partitioned_topk()),
     "nodes, topk_a": over_nodes(ar.topk_a()),
     "nodes, gtopk": over_nodes(ar.published.gtopk(density=DENSITY)),
     "nodes, spardl": over_nodes(ar.spardl(density=DENSITY)),
     "nodes, ok_topk": over_nodes(ar.ok_topk(density=DENSITY, slack=1.0)),
     "hitopk": Row(optax_ext.published.hitopk(DENSITY, axis=NODES, inner_axis="device"), (4, 2)),
-    "momentum": of(ar.agreed(), quick=True, correction=MOMENTUM, row={"momentum": 0.9}),
+    "momentum": of(ar.partitioned_topk(), quick=True, correction=MOMENTUM, row={"momentum": 0.9}),
     "dgc": Row(optax_ext.published.dgc(DENSITY, axis="w"), (8,), momentum=0.9),
     "dgc, dense at first": Row(
         optax_ext.published.dgc(DENSITY, axis="w", dense_steps=1), momentum=0.9
@@ -106,14 +106,14 @@ ROWS = {
     "a schedule of rates": of(local=optax.scale_by_schedule(SCHEDULE), row={"rate": SCHEDULE}),
     "decay": of(OK_TOPK, residual=optax_ext.residual(decay=0.75), row={"decay": 0.75}),
     "decay, limit": of(
-        ar.agreed(),
+        ar.partitioned_topk(),
         quick=True,
         residual=optax_ext.residual(decay=0.5, step_ahead=0.01),
         local=optax.scale(-1.0),
         limit=0.01,
         row={"decay": 0.5, "rate": -1.0},
     ),
-    "narrow leaves, agreed": of(ar.agreed(), quick=True, row=NARROW_LEAVES),
+    "narrow leaves, partitioned_topk": of(ar.partitioned_topk(), quick=True, row=NARROW_LEAVES),
     "narrow leaves, topk_a": of(row=NARROW_LEAVES),
     "narrow leaves, dsar": of(ar.published.dsar_split_allgather(), row=NARROW_LEAVES),
     "dense leaves": of(OK_TOPK, dense_leaves={"a": "sparse", "b": "dense"}),
@@ -131,7 +131,7 @@ ROWS = {
         OK_TOPK, select.published.adtopk_threshold(density=DENSITY, steps=6, warmup=2, period=2)
     ),
     "layerwise": of(OK_TOPK, select.layerwise(select.threshold_reuse(density=DENSITY))),
-    "rounds, agreed": of(ar.agreed(), **ROUNDS),
+    "rounds, partitioned_topk": of(ar.partitioned_topk(), **ROUNDS),
     "rounds, topk_a": of(
         every=2, quick=True, local=optax.scale(-1.0), row={"rate": -1.0, "every": 2}
     ),
@@ -139,14 +139,14 @@ ROWS = {
     **{
         f"rounds, limit, {name}": of(exchange, limit=0.5, **ROUNDS)
         for name, exchange in (
-            ("agreed, few bits", ar.agreed(bits=None)),
+            ("partitioned_topk, few bits", ar.partitioned_topk(bits=None)),
             ("gtopk", ar.published.gtopk(density=DENSITY)),
             ("dsar", ar.published.dsar_split_allgather()),
             ("full_sums", ar.full_sums(OK_TOPK)),
         )
     },
     "rounds, narrow leaves": of(
-        ar.agreed(bits=None),
+        ar.partitioned_topk(bits=None),
         quick=True,
         limit=0.5,
         **ROUNDS | {"row": ROUNDS["row"] | NARROW_LEAVES},

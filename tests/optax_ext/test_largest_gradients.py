@@ -11,7 +11,7 @@ import pytest
 
 import optax_ext
 import sparse_collectives as sc
-from optax_ext._step._accumulation import LARGEST as BOUND
+from optax_ext._error_feedback._nonfinite import LARGEST as BOUND
 from tests.optax_ext.helpers import run, slow
 from tests.sparse_collectives import table
 
@@ -23,7 +23,7 @@ OPTIONS = {
     "ok_topk, the paper's": {"paper": True},
     "ring_sparse, no slack": {"slack": 1.0, "fill": 1.0},
     "ssar_recursive_double, bounded": {"capacity": 4},
-    "agreed, few bits": {"bits": None},
+    "partitioned_topk, few bits": {"bits": None},
 }
 
 

@@ -14,7 +14,7 @@ import pytest
 
 import optax_ext
 import sparse_collectives as sc
-from optax_ext._step import _accumulation
+from optax_ext._error_feedback import _residual
 from tests.optax_ext.helpers import normal, run, slow
 
 WORKERS, SIZE, STEPS = 3, 40, 6
@@ -100,7 +100,7 @@ def test_clipping_is_by_the_bound_over_the_root_of_the_workers():
 
 def test_bfloat16_residual_keeps_what_it_holds_and_stays_finite():
     def store(x):
-        return _accumulation.store(x, BF16, axis="w", count=jnp.int32(0))
+        return _residual.store(x, BF16, axis="w", count=jnp.int32(0))
 
     values = np.float32([0, -0.0, 1, -2.5, 3e38, np.inf, -np.inf, np.nan, 1e-40])
     exact = values.astype(jnp.bfloat16).astype(np.float32)

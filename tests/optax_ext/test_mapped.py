@@ -8,7 +8,7 @@ import pytest
 
 import optax_ext
 import sparse_collectives as sc
-from optax_ext._step import _equations
+from optax_ext._error_feedback import _equations
 
 WORKERS, STEPS = 2, 2
 MESH = jax.make_mesh((WORKERS,), ("data",), devices=jax.devices()[:WORKERS])

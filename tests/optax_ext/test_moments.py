@@ -104,7 +104,7 @@ def test_sparse_adamw_of_all_entries_on_eight_devices(moments):
         limit=None,
         gain=1.0,
         weight_decay=0.0,
-        allreduce=sc.allreduce.agreed(),
+        allreduce=sc.allreduce.partitioned_topk(),
     )
     states = train(tx, loss_fn, PARAMS, TARGETS, mesh(8))
     w, seen = flat(PARAMS), []
@@ -145,7 +145,7 @@ TENSOR = {"a": PartitionSpec(None, "model"), "b": PartitionSpec("model")}
 @pytest.mark.one_in(2)
 def test_sharded_parameters_have_the_moments_of_whole_leaves(moments):
     """At a density of 1 a step does not depend on how the entries are dealt out."""
-    tx = SPARSE(density=1.0, moments=moments, allreduce=sc.allreduce.agreed())
+    tx = SPARSE(density=1.0, moments=moments, allreduce=sc.allreduce.partitioned_topk())
     on = mesh((2, 4), ("data", "model"))
     whole = train(tx, loss_fn, PARAMS, TARGETS[:, :2], mesh(2))[-1]
     split = train(tx, loss_fn, shards.placed(PARAMS, on, TENSOR), TARGETS[:, :2], on)[-1]

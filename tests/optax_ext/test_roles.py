@@ -10,9 +10,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import optax_ext
+from optax_ext._error_feedback import _roles
+from optax_ext._error_feedback._roles import Role, Rows
 from optax_ext._state import _index
-from optax_ext._step import _roles
-from optax_ext._step._roles import Role, Rows
 
 PARAMS = {"w": jnp.ones((6, 4)), "b": jnp.zeros(4)}
 

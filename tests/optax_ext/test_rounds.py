@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_ext
 import sparse_collectives as sc
-from optax_ext._step import _accumulation
+from optax_ext._error_feedback import _residual
 from tests.optax_ext.helpers import (
     PARAMS,
     batch_of,
@@ -242,7 +242,7 @@ def test_state_without_rounds_is_what_it_was():
     state = optax_ext.init_state(tx, PARAMS, mesh())
     assert state.missed == ()
     assert state.settings.every == 1
-    assert _accumulation.coefficient(math.inf, 8) == 1.0
+    assert _residual.coefficient(math.inf, 8) == 1.0
 
 
 @pytest.mark.parametrize("every", [0, -1, 2.5, "4", True])

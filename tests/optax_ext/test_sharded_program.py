@@ -21,8 +21,8 @@ from tests.optax_ext.helpers import normal, on_mesh, slow
 SPARSE = {
     "ok_topk": lambda: optax_ext.ok_topk(0.01, axis="data"),
     "topk_a": lambda: optax_ext.topk_a(0.01, axis="data"),
-    "agreed": lambda: optax_ext.sparse_allreduce(
-        sc.select.topk(density=0.01), sc.allreduce.agreed(), axis="data"
+    "partitioned_topk": lambda: optax_ext.sparse_allreduce(
+        sc.select.topk(density=0.01), sc.allreduce.partitioned_topk(), axis="data"
     ),
 }
 SIZE = 64

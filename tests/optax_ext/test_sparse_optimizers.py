@@ -11,13 +11,13 @@ from jax.sharding import PartitionSpec as P
 
 import optax_ext
 import sparse_collectives as sc
+from optax_ext._error_feedback import _residual
 from optax_ext._state import _find
-from optax_ext._step import _accumulation
 from tests.optax_ext.helpers import flat, mesh, normal, on_mesh, run, same, slow, train
-from tests.reference import agreed as reference
+from tests.reference import partitioned_topk as reference
 
 WORKERS, SIZE, STEPS = 4, 120, 8
-EXACT, LOCAL_ADAM = sc.allreduce.agreed(), optax_ext.scale_by_local_adam
+EXACT, LOCAL_ADAM = sc.allreduce.partitioned_topk(), optax_ext.scale_by_local_adam
 
 
 def params_at_start(dtype=jnp.float32):
@@ -100,7 +100,7 @@ def test_flat_buffers_of_adamw_get_what_the_leaves_would(labels, nonfinite):
     )
     tree = optax_ext.sparse_allreduce(
         sc.select.topk(density=0.2),
-        sc.allreduce.agreed(bits=None),
+        sc.allreduce.partitioned_topk(bits=None),
         local=optax.chain(LOCAL_ADAM(eps=EPS), optax.scale_by_learning_rate(0.05)),
         residual=optax_ext.residual(step_ahead=1.0),
         limit=0.1,
@@ -128,10 +128,10 @@ def test_sparse_sgd_of_all_entries_is_sgd():
 
 
 def test_step_ahead_of_many_workers_is_a_tenth_at_least():
-    shares = [_accumulation.coefficient(1.0, workers) for workers in (1, 4, 10, 16, 100)]
+    shares = [_residual.coefficient(1.0, workers) for workers in (1, 4, 10, 16, 100)]
     assert shares == [1.0, 0.25, 0.1, 0.1, 0.1]
-    assert _accumulation.coefficient(0.5, 4) == 0.125
-    assert _accumulation.coefficient(20.0, 10) == 1.0
+    assert _residual.coefficient(0.5, 4) == 0.125
+    assert _residual.coefficient(20.0, 10) == 1.0
 
 
 def waiting(state):
@@ -144,7 +144,9 @@ def waiting(state):
 
 
 sparse_sgd = functools.partial(optax_ext.sparse_sgd, 0.1, density=0.1, axis="data")
-HIERARCHICAL = sc.allreduce.hierarchical(inner_axis="device", outer=sc.allreduce.agreed(bits=16))
+HIERARCHICAL = sc.allreduce.hierarchical(
+    inner_axis="device", outer=sc.allreduce.partitioned_topk(bits=16)
+)
 BF16 = optax_ext.residual(jnp.bfloat16, step_ahead=1.0)
 # The transformation, and the share of its residual by which a worker looks ahead.
 WAYS = {

@@ -68,8 +68,8 @@ def test_what_the_others_moved_arrives_a_round_later():
 
 
 EXCHANGES = {
-    "agreed": adamw(density=0.2),
-    "in 8 bits": adamw(density=0.2, allreduce=sc.allreduce.agreed(bits=8)),
+    "partitioned_topk": adamw(density=0.2),
+    "in 8 bits": adamw(density=0.2, allreduce=sc.allreduce.partitioned_topk(bits=8)),
     "ok_topk": adamw(density=0.2, allreduce=sc.allreduce.ok_topk(density=0.2)),
     "limited": adamw(density=0.2, limit=1e-3),
     "of leaves": adamw(density=0.2, moments="factors"),
@@ -84,7 +84,9 @@ EXCHANGES = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(("agreed", "limited", "injected", "chained"), EXCHANGES))
+@pytest.mark.parametrize(
+    "name", slow_but(("partitioned_topk", "limited", "injected", "chained"), EXCHANGES)
+)
 @pytest.mark.one_in(2)
 def test_other_devices_find_the_same(name):
     tx, given = EXCHANGES[name], normal((3, EVERY, 4 * WORKERS, 6))

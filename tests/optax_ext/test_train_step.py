@@ -14,7 +14,7 @@ from sklearn.datasets import load_digits
 
 import optax_ext
 import sparse_collectives as sc
-from optax_ext._loop import _arrays
+from optax_ext._train import _arrays
 from tests.optax_ext.helpers import flat, mesh, normal, on_mesh, refused, train
 
 WORKERS = 8

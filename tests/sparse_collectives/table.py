@@ -17,7 +17,7 @@ ALL = {"slack": math.inf, "fill": math.inf}
 ALGORITHMS = {
     name: row
     for name, row in sc.cost_model.ALGORITHMS.items()
-    if not row.two_level and name != "agreed(few)"
+    if not row.two_level and name != "partitioned_topk(few)"
 }
 # Whose workers may keep sums of entries that others sent.
 KEEPS_SUMS = ("gtopk", "spardl")
@@ -71,7 +71,7 @@ def auto(**options) -> sc.SparseAllreduce:
 
 LOSSY = helpers.lossy_codec()
 VARIANTS = {
-    "agreed, few bits": row("agreed", density=DENSITY, bits=None),
+    "partitioned_topk, few bits": row("partitioned_topk", density=DENSITY, bits=None),
     "full_sums ok_topk": full_sums("ok_topk"),
     "full_sums spardl": full_sums("spardl"),
     "full_sums ring_sparse": full_sums("ring_sparse", delivers_all=True, **ALL),
@@ -106,7 +106,7 @@ OUTER = {
     "topk_a": ALLREDUCES["topk_a"],
     "ok_topk": ALLREDUCES["ok_topk"],
     "ok_topk, as published": ALLREDUCES["ok_topk, as published"],
-    "agreed, few bits": ALLREDUCES["agreed, few bits"],
+    "partitioned_topk, few bits": ALLREDUCES["partitioned_topk, few bits"],
     "auto": Row(auto(latency="1us", bandwidth="1Gbit"), True, False),
 }
 OVER_NODES = {

@@ -25,7 +25,7 @@ SELECTOR = sc.select.topk(density=DENSITY)
 EACH = ALLREDUCES | OVER_NODES
 KEEPS_OTHER_VALUES = {name for name, row in EACH.items() if row.rounds}
 # Tested with more numbers of workers and both 16-bit types; the others are variants of these.
-ALGORITHMS = {*table.ALGORITHMS, "agreed, few bits", "auto, which may be spardl"}
+ALGORITHMS = {*table.ALGORITHMS, "partitioned_topk, few bits", "auto, which may be spardl"}
 ALGORITHMS |= {"ok_topk, as published"}
 ALGORITHMS -= {"dense_bucketed"}
 ROWS = EACH | WITH_CODECS
@@ -77,7 +77,7 @@ QUICK = {
     "sparse_allgather": (5,),
     "sparse_allgather, qsgd": (3,),
     "dense_bucketed": (3,),
-    "agreed, few bits": (7,),
+    "partitioned_topk, few bits": (7,),
     "hierarchical topk_a": ((2, 3),),
     "torus_2d": ((2, 3),),
 }
@@ -215,7 +215,7 @@ def check_what_is_kept(name, out, where):
 
 
 def with_room_for_all(workers):
-    names = ["dense", "dense_bucketed", "topk_a", "agreed"]
+    names = ["dense", "dense_bucketed", "topk_a", "partitioned_topk"]
     names += ["gtopk", "spardl"] if workers != 4 else []
     if workers == 3:
         names = [name for name, algorithm in table.ALGORITHMS.items() if algorithm.room is not None]
@@ -229,7 +229,7 @@ def with_room_for_all_nodes(number):
     yield sc.allreduce.published.torus_2d()
     for outer in (
         sc.allreduce.topk_a(),
-        sc.allreduce.agreed(density=1.0),
+        sc.allreduce.partitioned_topk(density=1.0),
         sc.allreduce.ok_topk(density=1.0, slack=float(number)),
     ):
         yield sc.allreduce.hierarchical(inner_axis="device", outer=outer)

@@ -24,8 +24,8 @@ from tests.sparse_collectives.test_allreduce_contract import (
 
 # With a codec.
 OK_TOPK = tuple(f"ok_topk, {codec}" for codec in table.LOSSY_CODECS)
-CUDA_FAST = LIGHT | {"agreed, few bits", "dense", "dsar_split_allgather"}
-CUDA_FAST |= {"agreed", "ssar_split_allgather, room for all"}
+CUDA_FAST = LIGHT | {"partitioned_topk, few bits", "dense", "dsar_split_allgather"}
+CUDA_FAST |= {"partitioned_topk", "ssar_split_allgather, room for all"}
 
 
 # (For the CPU the tests of the contract compile all of them.)

@@ -41,7 +41,7 @@ WRONG = {
     "ssar_split_allgather": {"slack": (0.5,), "fill": (0.5,)},
     "dsar_split_allgather": {"slack": (None,)},
     "ring_sparse": {"fill": ("all",)},
-    "agreed": {"bits": (4, 0, True, "16")},
+    "partitioned_topk": {"bits": (4, 0, True, "16")},
     "dense_bucketed": {"buckets": COUNTS},
     "shared_random": {"density": (0.0,), "seed": (2**31,)},
     "qsgd": {"bits": (3, True), "bucket": (0, 9), "norm": ("l1",)},
@@ -151,7 +151,7 @@ CALLS = [
     ),
     (
         lambda: sc.traffic.of_allreduce(
-            sc.allreduce.agreed(bits=16), size=10**6, capacity=2, axis_size=40_000
+            sc.allreduce.partitioned_topk(bits=16), size=10**6, capacity=2, axis_size=40_000
         ),
         "too few for the sum of 40000 workers. Give bits=32",
     ),

@@ -31,7 +31,7 @@ def traced(name, load, codec, *, check_vma=False):
     elif name == "torus_2d":
         made = allreduce = sc.allreduce.published.torus_2d()
     else:
-        options = {"bits": None} if name == "agreed(few)" else {}
+        options = {"bits": None} if name == "partitioned_topk(few)" else {}
         made = allreduce = table.make(name.partition("(")[0], load.density, codec, **options)
 
     def step(values, indices, vector, state):
@@ -66,7 +66,7 @@ def traced(name, load, codec, *, check_vma=False):
 EXACT = [(1000, 100, 2), (999, 5, 6), (20_000, 1000, 5), (64, 64, 3)]
 ALSO = {
     "ok_topk": [(4000, 1, 3), (10**5, 9000, 20)],
-    "agreed(few)": [(10**5, 5000, 11), (10**5, 500, 40)],
+    "partitioned_topk(few)": [(10**5, 5000, 11), (10**5, 500, 40)],
     "gtopk": [(10**4, 100, 48)],
     "spardl": [(10**4, 100, 48)],
     "ssar_recursive_double": [(10**4, 700, 11)],
@@ -82,7 +82,8 @@ POINTS += [
     (name, codec, (1999, 100, 3))
     for name in cost_model.ALGORITHMS
     for codec in table.LOSSY_CODECS
-    if "dense" not in name and name not in (*TWO_LEVELS, "agreed", "agreed(few)")
+    if "dense" not in name
+    and name not in (*TWO_LEVELS, "partitioned_topk", "partitioned_topk(few)")
 ]
 POINTS += [
     (name, "narrow8", (20_000, 1000, 6))

@@ -121,7 +121,7 @@ def test_direct_messages_under_pmap_and_simulated():
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.one_in(2)
 def test_direct_messages_give_a_training_the_same_bits(mesh, every):
-    """The sums of `agreed` in few bits are integers, so their order does not matter."""
+    """The sums of `partitioned_topk` in few bits are integers, so their order does not matter."""
     params = {"w": jnp.ones((32, 16))}
     x = jax.random.normal(jax.random.key(0), (8, 32))
     ended = {}

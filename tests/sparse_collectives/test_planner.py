@@ -50,10 +50,10 @@ def test_predictions_are_sorted_relative_to_dense_and_of_every_algorithm_for_its
 
 
 def test_plan_to_the_same_loss_multiplies_steps_by_their_time():
-    given = {"names": ["ok_topk", "agreed(few)", "gtopk"], "codecs": ["raw"]}
+    given = {"names": ["ok_topk", "partitioned_topk(few)", "gtopk"], "codecs": ["raw"]}
     by_step = plan_of(10**7, 0.01, 16, NET, **given)
-    assert by_step.recommended.name == "agreed(few)"
-    steps = {"agreed(few)": 100.0, "ok_topk": 1.5}
+    assert by_step.recommended.name == "partitioned_topk(few)"
+    steps = {"partitioned_topk(few)": 100.0, "ok_topk": 1.5}
     plan = plan_of(10**7, 0.01, 16, NET, steps=steps, **given)
     assert plan.recommended.name == "ok_topk"
     assert plan.unknown == ("gtopk",)
@@ -94,7 +94,7 @@ def test_margin_between_dense_and_sparse():
 
 
 def test_ties_are_named():
-    plan = plan_of(10**7, 0.01, 16, NET, names=["ok_topk", "agreed", "spardl"])
+    plan = plan_of(10**7, 0.01, 16, NET, names=["ok_topk", "partitioned_topk", "spardl"])
     steps = {row.name: row.step for row in reversed(plan.predictions)}
     best = min(steps.values())
     tied = {name for name, step in steps.items() if best < step <= 1.2 * best}

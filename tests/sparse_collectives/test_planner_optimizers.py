@@ -10,7 +10,7 @@ import pytest
 
 import optax_ext
 import sparse_collectives as sc
-from optax_ext._optimizers import _common
+from optax_ext._optimizers import _rates
 from sparse_collectives.cost_model import Workload, network
 from sparse_collectives.cost_model._numbers import NUMBERS
 from sparse_collectives.planner import _optimizers, plan
@@ -57,8 +57,8 @@ def test_speed_of_workers_that_share_cores_is_predicted(link):
 
 def test_speed_with_a_core_for_each_worker_is_predicted_higher():
     alone = plan(Workload(N, N // 100, WORKERS), NET)
-    step = {row.name: row for row in alone.predictions if row.codec == "raw"}["agreed"]
-    assert step.speedup > FACTOR * max(speedups(WORKERS, N, "1gbit")["agreed"])
+    step = {row.name: row for row in alone.predictions if row.codec == "raw"}["partitioned_topk"]
+    assert step.speedup > FACTOR * max(speedups(WORKERS, N, "1gbit")["partitioned_topk"])
 
 
 def test_words_of_powersgd_are_near_those_of_measured_models():
@@ -96,7 +96,7 @@ def test_words_and_steps_to_the_same_loss_are_those_of_the_exchange():
     plain = _optimizers.plan_optimizers(load, NET)
     words = {row.codec: row.estimate.expected.words for row in plain.predictions}
     assert words["float16"] == words["float32"] / 2
-    found = _optimizers.plan_optimizers(load, NET, steps={"agreed(few)": 2.0})
+    found = _optimizers.plan_optimizers(load, NET, steps={"partitioned_topk(few)": 2.0})
     assert {row.name for row in found.predictions} == {
         *("sparse_adamw", "dense, adamw", "dense_bucketed, adamw")
     }
@@ -133,7 +133,7 @@ def test_numbers_that_are_not_given_are_assumed_and_said(capsys):
     given = run(capsys, *SMALL[:6], *options.split())
     assert set(given.splitlines()) < set(assumed.splitlines())
     assert "not given" not in given
-    assert _common.DENSITY == 0.05
+    assert _rates.DENSITY == 0.05
 
 
 def test_workers_on_a_core_take_turns_but_on_no_gpu(capsys, tmp_path):

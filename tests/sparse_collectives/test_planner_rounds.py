@@ -26,7 +26,10 @@ def test_rounds_wait_for_their_share_of_an_exchange():
     busy = 0.5 + NUMBERS["optimizers"]["sparse_adamw"] * SIZE
     for row in planned(0.05, 12.5e6).rows:
         workload = sc.cost_model.Workload(SIZE, round(row.density * SIZE), WORKERS)
-        cost, found = sc.cost_model.predict("agreed(few)", workload).expected, row.prediction
+        cost, found = (
+            sc.cost_model.predict("partitioned_topk(few)", workload).expected,
+            row.prediction,
+        )
         assert found.estimate.expected == cost
         assert found.exchange == pytest.approx(cost.seconds(network))
         assert found.step == pytest.approx(busy + found.exchange / row.every)

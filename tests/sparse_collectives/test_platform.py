@@ -159,13 +159,13 @@ OPTIONS = {
     "ok_topk": {},
     "ok_topk, narrow8": {"codec": sc.wire.narrow8()},
     "ok_topk, balanced": {"regions": "balanced"},
-    "agreed, few": {"bits": None},
+    "partitioned_topk, few": {"bits": None},
     "spardl": {},
     "ssar_split_allgather": {},
 }
 
 
-@pytest.mark.parametrize("name", helpers.slow_but(("agreed, few",), OPTIONS))
+@pytest.mark.parametrize("name", helpers.slow_but(("partitioned_topk, few",), OPTIONS))
 @pytest.mark.slow
 def test_allreduces_of_hard_data(name):
     cases, found = helpers.hard_accumulators(4, 600), {}
@@ -216,9 +216,9 @@ def test_offsets_are_operands_of_one_kernel_for_all_parts_of_a_size():
 
 @pytest.mark.parametrize("bits", [None, 32])
 @pytest.mark.one_in(2)
-def test_agreed_in_a_step_that_is_large_enough_to_have_branches(bits):
+def test_partitioned_topk_in_a_step_that_is_large_enough_to_have_branches(bits):
     size, workers = 300_000, 2
-    allreduce, selector = sc.allreduce.agreed(bits=bits), sc.select.topk(density=0.06)
+    allreduce, selector = sc.allreduce.partitioned_topk(bits=bits), sc.select.topk(density=0.06)
 
     def step(acc):
         state = allreduce.init(size, workers)

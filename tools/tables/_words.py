@@ -10,7 +10,7 @@ ALGORITHMS = ("dense", *LABELS["words"], "ssar_recursive_double", "ssar_split_al
 ALGORITHMS += ("dsar_split_allgather", "ring_sparse", "gtopk", "spardl", "ok_topk")
 ALGORITHMS += ("full_sums(ok_topk)",)
 COUNTS = {"even": "even", "spread": "uneven, a surplus redistributed", "worst": "worst"}
-SHORT = ("dense", "topk_a", "ok_topk", "agreed", "agreed, few bits")
+SHORT = ("dense", "topk_a", "ok_topk", "partitioned_topk", "partitioned_topk, few bits")
 
 
 def _multiples(names: Iterable[str], workers: Sequence[int]) -> Rows:

@@ -1,0 +1,142 @@
+"""Increments that are not finite, or too large, and what a step does about them."""
+
+import functools
+import operator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sparse_collectives import AxisName, _compat, transport
+from sparse_collectives._sparse_ops import all_below
+
+POLICIES = ("skip", "drop", "raise", "propagate")
+
+# The bound on increments if a worker may keep partial sums of what others sent. At an index the
+# residuals of all P workers then grow by less than P times this in a step, and none reaches 2^128,
+# where float32 overflows, within 2^25 / P steps.
+LARGEST = 2.0**103
+
+# The bound on gradients for transformations that sum their squares, so that the sums stay finite.
+LARGEST_GRADIENT = 2.0**63
+
+
+class Pending(NamedTuple):
+    """The numbers that a worker is about to accumulate in one of its buffers.
+
+    Attributes:
+      residual: ``f32[1, n]``, or 0.0 for a buffer without one.
+      decay: the factor on the residual if the step proceeds.
+      increment: ``f32[1, n]``, added to the decayed residual.
+      velocity: ``f32[1, n]``, or ``()``.
+      old_velocity: the velocity before this step.
+      bounded: whether an increment has to be smaller than :data:`LARGEST`.
+      seen: the gradients ``f32[1, m]`` and the increment of the largest possible one,
+        ``f32[1, 1]``, if these decide whether all increments are small. None: check the
+        accumulator.
+    """
+
+    residual: Any
+    decay: float
+    increment: jax.Array
+    velocity: Any
+    old_velocity: Any
+    bounded: bool = False
+    seen: tuple[jax.Array, jax.Array] | None = None
+
+    @property
+    def checked(self) -> tuple[tuple[jax.Array, float], ...]:
+        """Arrays to check, each with the bound that its magnitudes must stay below."""
+        if self.seen is not None:
+            return ((self.seen[0], LARGEST_GRADIENT),)
+        residual = self.residual if self.decay == 1.0 else self.decay * self.residual
+        accumulated = residual + self.increment
+        finite = accumulated, float("inf")
+        return (finite, (self.increment, LARGEST)) if self.bounded else (finite,)
+
+
+def guard(
+    policy: str, parts: list[Pending], *, axis: AxisName, count: jax.Array, left_out: jax.Array
+) -> tuple[list[Pending], jax.Array | None, jax.Array]:
+    """Applies a policy of :data:`POLICIES` to the pending increments.
+
+    ``skip`` and ``raise`` exchange one word, and so does ``drop``; ``propagate`` costs nothing.
+    ``left_out``, ``i32[]``, counts entries that were left out of the gradient before. The devices
+    along ``axis`` decide together: all workers, or in a round of local steps the devices of one.
+
+    Returns:
+      The remaining increments and velocities; ``bool[]``, whether all are finite, the same
+      along ``axis``, or None if every step does; ``i32[]``, entries that were left out along it.
+    """
+    none = jnp.zeros((), jnp.int32)
+    if policy == "propagate":
+        return parts, None, none
+    if policy == "drop":
+        bad = [
+            functools.reduce(operator.or_, (~(jnp.abs(x) < most) for x, most in part.checked))
+            for part in parts
+        ]
+        local = sum((jnp.sum(x, dtype=jnp.int32) for x in bad), left_out)
+        kept = [_without(part, x) for part, x in zip(parts, bad, strict=True)]
+        return kept, None, _sum(local, axis)
+    finite = _all_finite(parts, axis)
+    if policy == "raise":
+
+        def tell(finite: jax.Array, step: jax.Array) -> None:
+            jax.debug.callback(_raise, finite, step)
+
+        # Under vmap, with workers that decide alone, both branches run: `_raise` checks again.
+        lax.cond(finite, _nothing, tell, finite, count)
+    return [_without(part, ~finite) for part in parts], finite, none
+
+
+def zeroed(tree: Any, largest: float = float("inf")) -> tuple[Any, jax.Array]:
+    """A tree with zeros for entries not below ``largest``, and the number of these entries."""
+    finite = jax.tree.map(lambda x: jnp.abs(x) < largest, tree)
+    bad = [jnp.sum(~x, dtype=jnp.int32) for x in jax.tree.leaves(finite)]
+    kept = jax.tree.map(lambda ok, x: jnp.where(ok, x, jnp.zeros_like(x)), finite, tree)
+    return kept, sum(bad, jnp.zeros((), jnp.int32))
+
+
+def _without(part: Pending, bad: jax.Array) -> Pending:
+    """``part`` without its increment, and with the old velocity, at ``bad``."""
+    return part._replace(
+        increment=jnp.where(bad, 0.0, part.increment),
+        velocity=jax.tree.map(
+            lambda new, old: jnp.where(bad, old, new), part.velocity, part.old_velocity
+        ),
+    )
+
+
+def _all_finite(parts: list[Pending], axis: AxisName) -> jax.Array:
+    """Whether every accumulator of every worker is finite; the same on all workers."""
+    finite = jnp.ones((), jnp.bool_)
+    for part in parts:
+        finite &= all_below(*part.checked)
+        if part.seen is not None:
+            finite &= jnp.all(jnp.abs(part.seen[1]) < LARGEST)
+    # Gradients may be typed as equal along axes of devices, which residuals never are.
+    bad = _compat.to_varying((~finite).astype(jnp.int32), axis)
+    return _sum(bad, axis) == 0
+
+
+def _sum(number: jax.Array, axis: AxisName) -> jax.Array:
+    """The sum over ``axis``; without an axis a worker decides alone."""
+    return transport.psum(number, axis) if _compat.axis_names(axis) else number
+
+
+def _nothing(finite: jax.Array, step: jax.Array) -> None:
+    del finite, step
+
+
+def _raise(finite: Any, step: Any) -> None:
+    if finite:
+        return
+    raise FloatingPointError(
+        f"step {int(step)}: the gradient of some worker, or its sum with the residual, is not "
+        "finite (or the gradient is 1e31 or more, if the allreduce may_keep_partial_sums, or 9e18 "
+        "or more in sparse_adamw and sparse_sgd). "
+        "jax.debug_nans finds its origin; nonfinite='skip' skips such steps, and nonfinite='drop' "
+        "drops such entries."
+    )

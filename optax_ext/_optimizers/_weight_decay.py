@@ -1,0 +1,55 @@
+"""Weight decay after an exchange, which every worker computes alike."""
+
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_ext._error_feedback import _options
+from optax_ext._error_feedback._sparse_state import SparseAllreduceState
+
+
+def decayed(
+    sparse: optax.GradientTransformationExtraArgs,
+    learning_rate: optax.ScalarOrSchedule,
+    weight_decay: float | jax.Array,
+    mask: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """``sparse`` followed by weight decay, which every worker computes locally.
+
+    The state is the state of ``sparse``; a step that ``sparse`` skips decays nothing.
+
+    Args:
+      sparse: a :func:`sparse_allreduce` whose output are updates of the parameters.
+      learning_rate: the factor on the decay.
+      weight_decay: the decay of the parameters for a learning rate of 1.
+      mask: a tree of booleans like the parameters, or a function from the parameters to one;
+        True marks leaves that decay. None: all leaves.
+    """
+    weight_decay = _options.check_hyperparameter("weight_decay", weight_decay, 0.0, float("inf"))
+    if isinstance(weight_decay, float) and not weight_decay:
+        return sparse
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any):
+        if params is None:
+            raise ValueError(
+                "weight_decay needs the parameters: call tx.update(gradients, state, params)."
+            )
+        updates, updated = sparse.update(updates, state, params, **extra)
+        new = cast(SparseAllreduceState, updated)
+        stepped = (new.count - state.count).astype(jnp.float32)
+        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
+        factor = stepped * rate * weight_decay
+
+        def decay(update, parameter, decays):
+            if not decays:
+                return update
+            return update - (factor * parameter.astype(jnp.float32)).astype(update.dtype)
+
+        where = mask(params) if callable(mask) else mask
+        if where is None:
+            where = jax.tree.map(lambda _: True, params)
+        return jax.tree.map(decay, updates, params, where), new
+
+    return optax.GradientTransformationExtraArgs(sparse.init, cast(Any, update))

@@ -1,0 +1,119 @@
+"""Whole optimizers, and what else is in a chain with them.
+
+The updates of a whole optimizer are steps of the parameters, with learning rate and sign included.
+An optimizer that follows takes such a step for a gradient, reverses it, and trains uphill. It is
+known by the types of its states. A learning rate alone, such as ``optax.scale(-0.1)``, keeps
+nothing, as clipping does, so that nothing distinguishes it.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, cast
+
+import jax
+import optax
+
+from optax_ext._error_feedback._sparse_state import SparseAllreduceState
+from optax_ext._state._residual_tree import is_mask
+
+# These divide or accumulate their inputs, or take the sign, and take them for gradients.
+_OF_GRADIENTS = (
+    *(optax.ScaleByAdamState, optax.ScaleByAmsgradState, optax.ScaleByAdaDeltaState),
+    *(optax.ScaleByBeliefState, optax.ScaleByLionState, optax.ScaleByNovogradState),
+    *(optax.ScaleByRmsState, optax.ScaleByRStdDevState, optax.ScaleByRssState),
+    *(optax.ScaleBySM3State, optax.FactoredState, optax.TraceState, optax.contrib.MuonState),
+)
+
+
+def whole(
+    sparse: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
+    """``sparse``, with a state that marks its updates as steps of the parameters.
+
+    Args:
+      sparse: a transformation with the state of a :func:`optax_ext.sparse_allreduce`.
+    """
+
+    def init(params: Any) -> SparseAllreduceState:
+        state = cast(SparseAllreduceState, sparse.init(params))
+        return state._replace(settings=dataclasses.replace(state.settings, whole=True))
+
+    return optax.GradientTransformationExtraArgs(cast(Any, init), sparse.update)
+
+
+def check(opt_state: Any) -> None:
+    """Checks that no optimizer in a chain takes the steps of a whole optimizer for gradients.
+
+    Args:
+      opt_state: the state of the whole chain, or the shapes of it.
+
+    Raises:
+      ValueError: moments or momentum follow a whole optimizer, or ``optax.sgd`` is next to one.
+    """
+    for chain in _chains(opt_state):
+        found = [bool(_wholes(part)) for part in chain]
+        first = found.index(True)
+        for node in _optimizers(chain[first + 1 :]):
+            if _shares_leaves(node, chain[first]):
+                _refuse(type(node).__name__.removesuffix("State"))
+        if any(map(_is_sgd, chain)):
+            _refuse("optax.sgd, or a chain inside of the chain, without a state,")
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(
+        f"tx has {name} next to sparse_adamw, sparse_sgd or ok_topk_sgd, and trains uphill. These "
+        "are whole optimizers, whose updates include the learning rate and its sign. Take one of "
+        "the two: the whole optimizer, without optax.adamw or optax.sgd in the chain; or "
+        "optax.chain(optax_ext.ok_topk(density, axis=...), optax.adamw(rate)). (Put the parts of "
+        "a chain that is no optimizer, such as clipping, into the outer chain one by one.)"
+    )
+
+
+def _wholes(tree: Any) -> list[SparseAllreduceState]:
+    def is_whole(node: Any) -> bool:
+        return isinstance(node, SparseAllreduceState) and node.settings.whole
+
+    return list(filter(is_whole, jax.tree.leaves(tree, is_leaf=is_whole)))
+
+
+def _chains(opt_state: Any) -> Iterator[tuple[Any, ...]]:
+    """The states of each ``optax.chain`` with a whole optimizer in one of its parts only."""
+
+    def is_chain(node: Any) -> bool:
+        return type(node) is tuple and 0 < sum(bool(_wholes(part)) for part in node) < len(node)
+
+    for node in jax.tree.leaves(opt_state, is_leaf=is_chain):
+        if is_chain(node):
+            yield node
+            yield from _chains(list(node))
+
+
+def _optimizers(tree: Any) -> list[Any]:
+    def is_one(node: Any) -> bool:
+        return isinstance(node, _OF_GRADIENTS)
+
+    return list(filter(is_one, jax.tree.leaves(tree, is_leaf=is_one)))
+
+
+def _is_sgd(part: Any) -> bool:
+    """Whether it is a chain that keeps nothing but a count of steps, as ``optax.sgd`` does."""
+    kinds = optax.EmptyState | optax.ScaleByScheduleState
+    return type(part) is tuple and bool(part) and all(isinstance(x, kinds) for x in part)
+
+
+def _shares_leaves(node: Any, part: Any) -> bool:
+    """Whether moments are of some leaf that a whole optimizer in ``part`` has."""
+    covered = [
+        _present(jax.tree.unflatten(state.layout.treedef, state.layout.dense))
+        for state in _wholes(part)
+    ]
+    return any(
+        len(has) == len(had) and any(map(lambda a, b: a and b, has, had))
+        for has in map(_present, node)
+        for had in covered
+    )
+
+
+def _present(tree: Any) -> list[bool]:
+    return [not is_mask(leaf) for leaf in jax.tree.leaves(tree, is_leaf=is_mask)]

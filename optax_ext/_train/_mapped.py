@@ -1,0 +1,149 @@
+"""Functions of one worker, run by all workers of a mesh: all that the loops compile begins here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, PartitionSpec
+
+from optax_ext._error_feedback import _sparse_state, _trace_checks
+from optax_ext._state import _index, _specs
+from optax_ext._state._residual_tree import ahead
+from sparse_collectives import AxisName, _compat, transport
+
+WHOLE = PartitionSpec()
+
+
+def mapped(
+    function: Callable[..., Any],
+    mesh: Mesh,
+    ins: Any,
+    outs: Any,
+    *,
+    check_vma: bool,
+    manual: AxisName = (),
+) -> Callable[..., Any]:
+    """``function`` of one worker, run by all workers of a mesh.
+
+    The compiler handles all axes but ``manual``, the axes of the workers; ``()`` stands for all.
+    """
+    names = {"axis_names": set(_compat.axis_names(manual))} if manual else {}
+    return jax.shard_map(
+        function, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=check_vma, **names
+    )
+
+
+class Workers(NamedTuple):
+    """The workers for which a state was made.
+
+    Attributes:
+      axis: their axis.
+      specs: the specs of the state.
+      mapped_specs: the same, over the axes that a mapped function makes manual.
+      of_each: whether they take steps on their own between two exchanges.
+      manual: as in :func:`mapped`.
+    """
+
+    axis: Any
+    specs: Any
+    mapped_specs: Any
+    of_each: bool
+    manual: AxisName
+
+    @classmethod
+    def of(cls, opt_state: Any, *, sharded: bool = False) -> Workers:
+        """The workers of a state; ``sharded`` if the compiler handles the other axes."""
+        index, specs = _index.of(opt_state), _specs.state_specs(opt_state)
+        manual = _compat.axis_names(index.axis) if sharded else ()
+        inside = _specs.on_axes(specs, manual or None)
+        return cls(index.axis, specs, inside, index.takes_local_steps, manual)
+
+    @property
+    def own(self) -> PartitionSpec:
+        """The spec of values with a leading axis of the workers."""
+        return PartitionSpec(self.axis)
+
+
+class Step(NamedTuple):
+    """One step of all workers, in two parts.
+
+    The loss may be any program for one device. JAX types what a worker computes as its own, and
+    then a scan that starts from zeros, as in every recurrent layer, is an error. So a worker takes
+    its gradient without these types. The second part has them: all of the gradient is typed as the
+    worker's own, and JAX proves from that that the new parameters are the same on all workers.
+
+    Attributes:
+      chain: the transformation.
+      loss_fn: the loss of a worker.
+      has_aux: whether it also returns auxiliary values.
+      mesh: the mesh.
+      check_vma: whether the second part has types.
+    """
+
+    chain: optax.GradientTransformationExtraArgs
+    loss_fn: Callable[..., Any]
+    has_aux: bool
+    mesh: Mesh
+    check_vma: bool
+
+    def gradients(self, workers: Workers, params: Any, opt_state: Any, batch: Any) -> Any:
+        """The loss, a pair with ``has_aux``, and the gradients: ``[P, ...]``, of each worker."""
+
+        def of_worker(params: Any, opt_state: Any, batch: Any) -> Any:
+            def loss_fn(params: Any) -> Any:
+                return _trace_checks.check_loss(self.loss_fn(params, batch), self.has_aux)
+
+            made = jax.value_and_grad(loss_fn, has_aux=self.has_aux)(ahead(params, opt_state))
+            if self.check_vma:
+                loss = made[0][0] if self.has_aux else made[0]
+                _trace_checks.check_loss_is_local(loss, workers.axis)
+            return _sparse_state.with_lead(jax.tree.map(jnp.asarray, made))
+
+        ins = WHOLE, workers.mapped_specs, workers.own
+        return self._mapped(of_worker, workers, ins, workers.own, check_vma=False)(
+            params, opt_state, batch
+        )
+
+    def update(
+        self,
+        workers: Workers,
+        params: Any,
+        opt_state: Any,
+        made: Any,
+        *more: Any,
+        specs: tuple[Any, ...] = (),
+        before: Callable[..., Any] | None = None,
+    ) -> tuple[Any, Any, Any]:
+        """``(params, opt_state, loss)`` from ``made``, the result of :meth:`gradients`.
+
+        The loss is the mean over the workers, or of each if they take steps on their own. If it is
+        given, ``before(opt_state, *more)`` is the state for the step; ``more`` has the ``specs``.
+        """
+
+        def of_worker(params: Any, opt_state: Any, made: Any, *more: Any) -> Any:
+            loss, gradients = _sparse_state.without_lead(made)
+            if not workers.of_each:
+                loss = jax.tree.map(lambda x: transport.pmean(x, workers.axis), loss)
+            value = loss[0] if self.has_aux else loss
+            opt_state = opt_state if before is None else before(opt_state, *more)
+            updates, opt_state = self.chain.update(gradients, opt_state, params, value=value)
+            _trace_checks.check_replicated_updates(updates, workers.axis)
+            _trace_checks.check_state_types(opt_state, workers.specs, workers.axis)
+            params = optax.apply_updates(params, updates)
+            opt_state = _sparse_state.strongly_typed(opt_state)
+            return params, opt_state, _sparse_state.with_lead(loss) if workers.of_each else loss
+
+        ins = WHOLE, workers.mapped_specs, workers.own, *specs
+        outs = WHOLE, workers.mapped_specs, workers.own if workers.of_each else WHOLE
+        return self._mapped(of_worker, workers, ins, outs, check_vma=self.check_vma)(
+            params, opt_state, made, *more
+        )
+
+    def _mapped(
+        self, function: Any, workers: Workers, ins: Any, outs: Any, *, check_vma: bool
+    ) -> Callable[..., Any]:
+        return mapped(function, self.mesh, ins, outs, check_vma=check_vma, manual=workers.manual)

@@ -1,0 +1,185 @@
+"""Where the arguments of a training step are, and where its results stay."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from optax_ext._state import _host_checks, _index, _placement, _specs
+from sparse_collectives import _compat
+
+
+def of(params: Any, opt_state: Any, mesh: Mesh, batch_spec: PartitionSpec | None) -> Places:
+    """The placement, from the shardings of the parameters and the settings of the state.
+
+    Raises:
+      ValueError: parameters that are sharded in another way than the state was made for; a
+        batch_spec that does not begin with the axis of the workers.
+    """
+    # Replicated parameters do not show whether the devices divide them up; the state does.
+    index = _index.of(opt_state)
+    dealt = index.is_parted
+    # Along an axis of one device, sharded and whole parameters are the same.
+    split = {name for name, size in mesh.shape.items() if size > 1}
+    given = _placement.given_of(params, mesh)
+    if given is not None:
+        found = {path: _specs.restricted(spec, split) for path, spec in given.specs.items()}
+        given = given._replace(specs=found) if any(map(len, found.values())) else None
+    if given is None and dealt:
+        given = _placement.given_of(params, mesh, PartitionSpec())
+    axis = index.axis
+    batch = PartitionSpec(axis) if batch_spec is None else batch_spec
+    workers = _compat.axis_names(axis)
+    first = _compat.axis_names(batch[0]) if len(batch) and batch[0] is not None else ()
+    if first[: len(workers)] != workers:
+        raise ValueError(
+            f"batch_spec={batch_spec} must split the leading dimension over the workers first, and "
+            f"then over other axes: PartitionSpec(({', '.join(map(repr, workers))}, ...))."
+        )
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    _check(given, index, split)
+    shared = split.intersection(first[len(workers) :])
+    if given is None and shared and index.sparse:
+        raise ValueError(
+            f"batch_spec={batch_spec} splits the examples of a worker over several devices, which "
+            "all hold all parameters, and the state is not dealt out among them. Make it with "
+            "optax_ext.init_state(tx, params, mesh, specs=jax.sharding.PartitionSpec())."
+        )
+    if given is None:
+        specs, states = [PartitionSpec()] * len(paths), _specs.state_specs(opt_state)
+    else:
+        specs = [given.specs[path] for path in paths]
+        states = _placement.placements(opt_state, params, given)
+    leaves = jax.tree.leaves(states, is_leaf=_specs.is_spec)
+    return Places(
+        [NamedSharding(mesh, spec) for spec in specs],
+        [NamedSharding(mesh, spec) for spec in leaves],
+        NamedSharding(mesh, batch),
+        sharded=given is not None or bool(shared),
+    )
+
+
+class Places:
+    """The shardings of parameters, state and batch, leaf by leaf; static to a jitted step."""
+
+    def __init__(
+        self,
+        params: list[NamedSharding],
+        states: list[NamedSharding],
+        batch: NamedSharding,
+        *,
+        sharded: bool,
+    ):
+        self._params = tuple(params)
+        self._states = tuple(states)
+        self._batch = batch
+        self.sharded = sharded
+
+    def __hash__(self) -> int:
+        return hash((self._params, self._states))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Places) and (self._params, self._states) == (
+            other._params,
+            other._states,
+        )
+
+    @property
+    def if_sharded(self) -> Places | None:
+        """The argument of a jitted step: None if there is nothing to keep in place."""
+        return self if self.sharded else None
+
+    def holds(self, params: Any) -> bool:
+        """Whether the parameters are in their places."""
+        if not self.sharded:
+            # Shards would have to be gathered.
+            return not any(map(_is_sharded, jax.tree.leaves(params)))
+        leaves = zip(jax.tree.leaves(params), self._params, strict=True)
+        return all(_is_at(leaf, place) for leaf, place in leaves)
+
+    def holds_state(self, opt_state: Any) -> bool:
+        """Whether the state is in its place."""
+        leaves = zip(jax.tree.leaves(opt_state), self._states, strict=True)
+        return all(getattr(leaf, "sharding", None) == place for leaf, place in leaves)
+
+    def put(self, params: Any) -> Any:
+        """The parameters, moved to their places."""
+        return _put(params, self._params)
+
+    def put_state(self, opt_state: Any) -> Any:
+        """The state, moved to its place."""
+        return _put(opt_state, self._states)
+
+    def put_batch(self, batch: Any) -> Any:
+        """A batch, moved to its place if that matters."""
+        if not self.sharded:
+            return batch
+        return jax.tree.map(lambda x: _place(x, self._batch), batch)
+
+    def constrain(self, results: tuple[Any, Any]) -> tuple[Any, Any]:
+        """Parameters and state of a step, in the places of the previous ones."""
+        params, opt_state = results
+        return _constrained(params, self._params), _constrained(opt_state, self._states)
+
+
+def _check(given: Any, index: _index.Index, split: Collection[Any]) -> None:
+    """Checks that parameters are sharded as the state was made for, over the axes ``split``."""
+    for _, layout in index.sparse:
+        sharding = layout.sharding
+        leaves = jax.tree_util.tree_leaves_with_path(
+            jax.tree.unflatten(layout.treedef, range(len(layout.shapes)))
+        )
+        for path, leaf in leaves:
+            name = jax.tree_util.keystr(path)
+            then = sharding.spec(leaf)
+            now = PartitionSpec() if given is None else given.specs.get(name, then)
+            if _specs.restricted(then, split) != _specs.restricted(now, split):
+                raise ValueError(
+                    f"params{name} is sharded as {now}, and was sharded as {then} when the state "
+                    "was made. Put it back with jax.device_put, or make another state with "
+                    "optax_ext.init_state(tx, params, mesh); optax_ext.reshard(opt_state, that) "
+                    "keeps what the residuals hold."
+                )
+
+
+def _is_at(x: Any, place: NamedSharding) -> bool:
+    here = getattr(x, "sharding", None)
+    if here == place:
+        return True
+    return isinstance(here, NamedSharding) and here.is_equivalent_to(place, x.ndim)
+
+
+def _is_sharded(x: Any) -> bool:
+    placed = getattr(x, "sharding", None)
+    return isinstance(placed, NamedSharding) and not placed.is_fully_replicated
+
+
+def _put(tree: Any, places: tuple[NamedSharding, ...]) -> Any:
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef.unflatten([_place(x, place) for x, place in zip(leaves, places, strict=True)])
+
+
+def _constrained(tree: Any, places: tuple[NamedSharding, ...]) -> Any:
+    leaves, treedef = jax.tree.flatten(tree)
+    pairs = zip(leaves, places, strict=True)
+    return treedef.unflatten([jax.lax.with_sharding_constraint(x, place) for x, place in pairs])
+
+
+def _place(x: Any, sharding: NamedSharding) -> Any:
+    here = getattr(x, "sharding", None)
+    if here == sharding:
+        return x
+    if isinstance(x, jax.ShapeDtypeStruct):
+        # To lower a step, no arrays are needed.
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    if isinstance(x, jax.Array) and not sharding.is_fully_addressable and _host_checks.is_local(x):
+        # An array committed to a device of this process would not be spread over others.
+        if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
+            numbers = jax.device_put(np.asarray(jax.random.key_data(x)), sharding)
+            return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(x))
+        x = np.asarray(x)
+    return jax.device_put(x, sharding)
