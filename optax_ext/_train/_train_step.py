@@ -151,6 +151,7 @@ class TrainStep:
             )
         known = self._returned.places_of(params, opt_state, batch)
         if known is None:
+            _host_checks.check_arrays(batch)
             _host_checks.check_not_donated(params=params, opt_state=opt_state, batch=batch)
             if self._donates:
                 _host_checks.check_not_traced((params, opt_state, batch), self._in_rounds)
