@@ -11,6 +11,8 @@ import numpy as np
 from optax_ext.sites._payload import PayloadError
 from sparse_collectives import Codec, select
 
+_LARGEST = np.finfo(np.float32).max
+
 
 class Model(NamedTuple):
     """The parameters of a run as one vector.
@@ -124,4 +126,11 @@ class Messages:
 
 def add(params: np.ndarray, change: Change, weight: float) -> None:
     """Adds to ``f32[n]`` in place, with the same bits on every machine."""
-    params[change.indices] += np.float32(weight) * change.values
+    values = np.float32(weight) * change.values
+    params[change.indices] = finite_sum(params[change.indices], values)
+
+
+def finite_sum(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """The sum in float32, or its largest number."""
+    with np.errstate(over="ignore"):
+        return np.clip(x + y, -_LARGEST, _LARGEST)

@@ -8,8 +8,10 @@ import sys
 import time
 
 import numpy as np
+import obstore.store
 import pytest
 
+from optax_ext.sites._payload import PayloadError
 from optax_ext.sites._store import Store, StoreError
 from tests.sites.helpers import PARAMS, flat, memory, moved, site, together
 
@@ -20,15 +22,36 @@ def store(request, tmp_path):
 
 
 def test_objects_by_their_name(store):
-    assert store.get("a/b") is None
+    assert store.get("a/b", 5) is None
     assert store.sizes("a") == {}
     assert store.create("a/b", b"three")
-    assert store.get("a/b") == b"three"
+    assert store.get("a/b", 5) == b"three"
+    with pytest.raises(PayloadError, match="it has 5 bytes"):
+        store.get("a/b", 4)
     assert not store.create("a/b", b"other")
     assert store.create("a/c/d", b"")
-    assert store.sizes("a") == {"b": 5, "c/d": 0}
+    assert store.sizes("a") == {"a/b": 5, "a/c/d": 0}
     store.delete(["a/b", "a/none"])
-    assert store.sizes("a") == {"c/d": 0}
+    assert store.sizes("a") == {"a/c/d": 0}
+
+
+def test_a_folder_is_listed_whatever_is_in_it(tmp_path):
+    store = Store(tmp_path)
+    assert store.create("a/b/c", b"three")
+    (tmp_path / "a" / "b" / "loop").symlink_to(tmp_path / "a")
+    (tmp_path / "a" / "gone").symlink_to(tmp_path / "nothing")
+    os.mkfifo(tmp_path / "a" / "fifo")
+    with open(os.fsencode(tmp_path) + b"/a/\xff\xfe", "wb"):
+        pass
+    sizes = store.sizes("a")
+    assert sizes.pop("a/b/c") == 5
+    assert [*sizes.values()] == [0]
+    store.delete(["a/b/c"])
+    assert (tmp_path / "a" / "b").exists()
+    (tmp_path / "a" / "b" / "loop").unlink()
+    assert store.create("a/b/d/e", b"")
+    store.delete(["a/b/d/e"])
+    assert not (tmp_path / "a" / "b").exists()
 
 
 def test_a_store_that_is_not_there(tmp_path):
@@ -44,6 +67,47 @@ def test_a_folder_that_may_not_be_written(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(TimeoutError, match="can't write"):
         site(tmp_path, give_up=0.0)
+
+
+SECRET = "pass/wo@rd+1"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"s3://KEY:{SECRET}@bucket/run",
+        f"az://container/run?sig={SECRET}",
+        f"az://container/run#{SECRET}",
+        f"nothing://user:{SECRET}@host/run",
+        f"https://user:{SECRET}@127.0.0.1:9/bucket",
+        f"https://127.0.0.1:9/bucket?X-Amz-Signature={SECRET}",
+        f"http://user: {SECRET}@127.0.0.1:9/bucket",
+        "http://user:pass?wo#rd+1@127.0.0.1:9/bucket",
+        "a bucket's store",
+    ],
+)
+def test_no_message_has_the_credentials_of_a_url(url):
+    given = url
+    if url.startswith("a bucket"):
+        given = obstore.store.HTTPStore.from_url("https://u:pass@127.0.0.1:9/x")
+    try:
+        store = Store(given)
+    except (StoreError, TypeError, ValueError) as error:
+        said = str(error)
+    else:
+        # As an operation reports an error that has the URL again, with what the store adds to it.
+        with pytest.raises(StoreError) as raised, store._said("read", "run"):
+            raise OSError(f"GET {url}/run failed: redirect to https://x:{SECRET}@y/z?sig={SECRET}.")
+        said = str(raised.value)
+        assert "GET" in said
+    assert not any(part in said for part in ("pass", "wo@rd", "rd+1")), said
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize("store", [5, b"s3://bucket/run", None, "", ["folder"]])
+def test_what_is_no_store(store):
+    with pytest.raises(TypeError, match="store must be a folder, a URL such as .*, got "):
+        Store(store)
 
 
 class Unreliable(Store):
@@ -65,10 +129,10 @@ class Unreliable(Store):
         self._fail()
         return made
 
-    def get(self, name):
+    def get(self, name, most):
         self._fail()
         time.sleep(0.002)
-        return super().get(name)
+        return super().get(name, most)
 
     def sizes(self, prefix):
         self._fail()
@@ -162,10 +226,13 @@ def test_a_site_reads_each_payload_once(monkeypatch):
     both = [site(store, name, quorum=2) for name in "ab"]
     read = [[], []]
     for one, names in zip(both, read, strict=True):
-        of = one._member._run.store
-        monkeypatch.setattr(
-            of, "get", lambda name, get=of.get, to=names: (to.append(name), get(name))[1]
-        )
+        get = one._member._run.store.get
+
+        def noted(name, most, get=get, names=names):
+            names.append(name)
+            return get(name, most)
+
+        monkeypatch.setattr(one._member._run.store, "get", noted)
     for step in range(3):
         calls = [
             lambda one=one, step=step: one.exchange(moved(one.params, step), tokens=1, wait=True)
