@@ -1,9 +1,10 @@
 """The objects of a run: their names in the store, and reading them with every check."""
 
+import functools
 import itertools
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from optax_ext.sites import _payload
@@ -90,43 +91,62 @@ class Objects:
     def read(
         self, names: Mapping[Name, int], body: tuple[int, int], check: Callable[[Name, Opened], _T]
     ) -> dict[Name, _T]:
-        """What a check returns for each object that passes it.
+        """The results of a check for the objects that pass it, all read at the same time.
 
         A body has at least and at most the bytes of ``body``, and an object with more or fewer is
         not read. The check raises a PayloadError for an object that can't be used.
         """
-        least, most = body[0], body[1] + _payload.AROUND
+        call = functools.partial(self._checked, body=body, check=check)
+        return self._told(zip(names, self.store.at_once(call, names.items()), strict=True))
 
-        def checked(name: Name) -> _T | PayloadError | None:
-            try:
-                if not least <= names[name] <= most:
-                    raise PayloadError(f"it has {names[name]} bytes")
-                if (data := self.store.get(name.path, most)) is None:
-                    return None
-                opened = self._opened(data, name.number)
-                if not body[0] <= len(opened.body) <= body[1]:
-                    raise PayloadError(f"its body has {len(opened.body)} bytes")
-                return check(name, opened)
-            except PayloadError as error:
-                return error
+    def first(
+        self, names: Mapping[Name, int], body: tuple[int, int], check: Callable[[Name, Opened], _T]
+    ) -> _T | None:
+        """As :meth:`read`, of the first object that passes, which is the last that is read."""
 
-        found = dict(zip(names, self.store.at_once(checked, names), strict=True))
-        refused = {name: x for name, x in found.items() if isinstance(x, PayloadError)}
+        def results() -> Iterator[tuple[Name, _T | PayloadError | None]]:
+            for item in names.items():
+                result = self._checked(item, body, check)
+                yield item[0], result
+                if not isinstance(result, PayloadError | None):
+                    return
+
+        return next(iter(self._told(results()).values()), None)
+
+    def _checked(
+        self, item: tuple[Name, int], body: tuple[int, int], check: Callable[[Name, Opened], _T]
+    ) -> _T | PayloadError | None:
+        """The result of a check, or why there is none; None if the object is not there."""
+        name, size = item
+        most = body[1] + _payload.AROUND
+        try:
+            if not body[0] <= size <= most:
+                raise PayloadError(f"it has {size} bytes")
+            if (data := self.store.get(name.path, most)) is None:
+                return None
+            header, content = _payload.unpack(data, self._key, run=self.run, number=name.number)
+            if not body[0] <= len(content) <= body[1]:
+                raise PayloadError(f"its body has {len(content)} bytes")
+            return check(name, Opened(header, content, _payload.digest(data)))
+        except PayloadError as error:
+            return error
+
+    def _told(self, results: Iterable[tuple[Name, _T | PayloadError | None]]) -> dict[Name, _T]:
+        """The results of objects that can be used; one line tells of all that can't be."""
+        used: dict[Name, _T] = {}
+        refused: dict[Name, PayloadError] = {}
+        for name, result in results:
+            if isinstance(result, PayloadError):
+                refused[name] = result
+            elif result is not None:
+                used[name] = result
         self._refused |= refused.keys()
         if refused:
             first, reason = next(iter(refused.items()))
             more = f", and {len(refused) - 1} more objects" if len(refused) > 1 else ""
             where = f"{first.path} at {self.store.name}"
             log.warning("%s is left out: %s%s", where, reason, more)
-        return {
-            name: x
-            for name, x in found.items()
-            if x is not None and not isinstance(x, PayloadError)
-        }
-
-    def _opened(self, data: bytes, number: int) -> Opened:
-        header, body = _payload.unpack(data, self._key, run=self.run, number=number)
-        return Opened(header, body, _payload.digest(data))
+        return used
 
     def decide(
         self, name: Name, header: dict[str, Any], body: bytes, there: Callable[[], bool]

@@ -85,20 +85,20 @@ class Run:
           StoreError: the store has no snapshot.
         """
         found = self._objects.names("snapshot")
-        for name in sorted(found, key=lambda name: (-name.number, name.version)):
-            if name.number <= above:
-                return None
-            for snapshot in self._snapshots({name: found[name]}):
-                return snapshot
-        raise StoreError(
-            f"there is no snapshot of the run at {self.store.name}: the store was emptied or is "
-            "not mounted, or has another run"
-        )
+        newer = {name: size for name, size in found.items() if name.number > above}
+        newer = dict(sorted(newer.items(), key=lambda item: (-item[0].number, item[0].version)))
+        snapshot = self._first_snapshot(newer)
+        if snapshot is None and len(newer) == len(found):
+            raise StoreError(
+                f"there is no snapshot of the run at {self.store.name}: the store was emptied or "
+                "is not mounted, or has another run"
+            )
+        return snapshot
 
-    def _snapshots(self, names: Mapping[Name, int]) -> list[Snapshot]:
+    def _first_snapshot(self, names: Mapping[Name, int]) -> Snapshot | None:
         size = self.model.size
         check = functools.partial(_contents.snapshot_of, size=size)
-        return [*self._objects.read(names, (4 * size, 4 * size + MOST_ROWS), check).values()]
+        return self._objects.first(names, (4 * size, 4 * size + MOST_ROWS), check)
 
     def keep(self, snapshot: Snapshot) -> None:
         """Stores a snapshot, and removes what no site needs any more.
@@ -115,7 +115,7 @@ class Run:
         def there() -> bool:
             names = self._objects.names("snapshot").items()
             same = {x: size for x, size in names if x.number == snapshot.number}
-            return bool(self._snapshots(same))
+            return self._first_snapshot(same) is not None
 
         name, header = Name("snapshot", snapshot.number), {"digest": digest_of(snapshot.params)}
         self._objects.decide(name, header, _contents.snapshot_body(snapshot), there)
@@ -174,12 +174,8 @@ class Run:
 
     def _listed(self, found: Mapping[Name, int]) -> dict[Name, str] | None:
         """The first list of a round that can be used; None while it is open."""
-        for name, size in found.items():
-            if name.kind == "list":
-                lists = self._objects.read({name: size}, (0, MOST_ROWS), _contents.listed)
-                for rows in lists.values():
-                    return rows
-        return None
+        lists = {name: size for name, size in found.items() if name.kind == "list"}
+        return self._objects.first(lists, (0, MOST_ROWS), _contents.listed)
 
     def wait(self, number: int, expected: frozenset[str], seconds: float, began: float) -> None:
         """Waits until the round is closed, and closes it when that is due.
