@@ -132,7 +132,7 @@ class Objects:
             return error
 
     def _told(self, results: Iterable[tuple[Name, _T | PayloadError | None]]) -> dict[Name, _T]:
-        """The results of objects that can be used; one line tells of all that can't be."""
+        """The results of objects that can be used; one line says which can't be."""
         used: dict[Name, _T] = {}
         refused: dict[Name, PayloadError] = {}
         for name, result in results:

@@ -51,9 +51,15 @@ def model_of(params: Any) -> Model:
 
     Raises:
       TypeError: a leaf has another type.
+      ValueError: there are no entries.
     """
     paths = jax.tree_util.tree_leaves_with_path(params)
     for path, leaf in paths:
+        if not isinstance(leaf, jax.Array | np.ndarray | np.generic | float):
+            raise TypeError(
+                f"params{jax.tree_util.keystr(path)} is {leaf!r:.80}: sites exchange arrays of "
+                "float32. Give the parameters only, as nnx.state(model, nnx.Param) has them."
+            )
         if jnp.result_type(leaf) != jnp.float32:
             raise TypeError(
                 f"params{jax.tree_util.keystr(path)} is {jnp.result_type(leaf)}: sites exchange "
@@ -63,6 +69,8 @@ def model_of(params: Any) -> Model:
     names = [(jax.tree_util.keystr(path), shape) for (path, _), shape in zip(paths, shapes)]
     digest = hashlib.sha256(repr(names).encode()).hexdigest()[:16]
     size = sum(int(np.prod(shape)) for shape in shapes)
+    if not size:
+        raise ValueError(f"params have no entries, got {params!r:.80}: give those of the model.")
     return Model(jax.tree.structure(params), shapes, size, digest)
 
 

@@ -120,7 +120,8 @@ class Site:
         poll = _validation.check_number("poll", poll, 0.0, _DAY)
         give_up = _validation.check_number("give_up", give_up, 0.0, float("inf"))
         if key is not None and not (isinstance(key, bytes) and key):
-            raise ValueError("key must be bytes, and not none of them: it signs the payloads.")
+            got = "b''" if key == b"" else f"a {type(key).__name__}"
+            raise ValueError(f"key must be bytes, one or more, to sign with: encode it; got {got}.")
         self.name = name
         self._model = model = _parameter_change.model_of(params)
         messages = _messages(model.size, density, codec)

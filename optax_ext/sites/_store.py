@@ -41,7 +41,7 @@ class Store:
         self.name = _without_credentials(self._url)
         if isinstance(url, obstore.store.ObjectStore):
             self._store = url
-        elif not isinstance(url, str | Path) or not self._url:
+        elif not isinstance(url, str | Path) or not self._url or _is_path_of_url(self._url):
             raise TypeError(f"store must be {_WHERE}, got {self.name!r} ({type(url).__name__}).")
         else:
             self._store = self._opened(self._url)
@@ -136,6 +136,12 @@ class Store:
         line = next(iter(str(error).strip().splitlines()), type(error).__name__)
         words = line.replace(self._url, self.name).split(" ")
         return " ".join(_without_credentials(word) for word in words)
+
+
+def _is_path_of_url(text: str) -> bool:
+    """Whether a text is a URL that ``Path`` has taken a / from."""
+    found = _URL.match(text)
+    return found is not None and not found[1].endswith("//")
 
 
 def _without_credentials(text: str) -> str:

@@ -18,7 +18,9 @@ from tests.sites.helpers import PARAMS, SIZE, memory, moved, site
         ({"quorum": 0}, "quorum must be an integer of at least 1, got 0"),
         ({"snapshot_every": 1.5}, "snapshot_every must be an integer"),
         ({"grace": -1.0}, r"grace must be a number in \[0.0, inf\], got -1.0"),
-        ({"key": "word"}, "key must be bytes"),
+        ({"key": "word"}, "key must be bytes, one or more, to sign with: encode it; got a str"),
+        ({"key": b""}, "key must be bytes, one or more, .*; got b''"),
+        ({"params": {}}, "params have no entries, got {}"),
         ({"density": 0.0}, "density"),
         ({"params": {"w": np.array([1, np.nan], np.float32)}}, "params are not finite, and a run"),
         ({"grace": "5"}, "grace must be a number"),
@@ -77,6 +79,7 @@ def test_a_change_that_float32_can_not_hold_is_an_error_at_once():
     [
         ({"codec": "raw"}, r"codec must be a codec such as wire.narrow8\(\).*, got 'raw'"),
         ({"density": "0.1"}, "density must be a number"),
+        ({"params": {"w": "x"}}, r"params\['w'\] is 'x': sites exchange arrays of float32"),
         ({"store": 5}, "store must be a folder, a URL such as"),
     ],
 )

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import obstore.store
@@ -104,7 +105,7 @@ def test_no_message_has_the_credentials_of_a_url(url):
     assert "\n" not in said
 
 
-@pytest.mark.parametrize("store", [5, b"s3://bucket/run", None, "", ["folder"]])
+@pytest.mark.parametrize("store", [5, b"s3://a/b", None, "", ["x"], Path("s3://a/b")])
 def test_what_is_no_store(store):
     with pytest.raises(TypeError, match="store must be a folder, a URL such as .*, got "):
         Store(store)
