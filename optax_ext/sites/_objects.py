@@ -157,8 +157,10 @@ class Objects:
         """
         header = {"run": self.run, "number": name.number, **header}
         data = _payload.pack(header, body, self._key)
-        for version in itertools.count():
-            if self.store.create(name._replace(version=version).path, data) or there():
+        versions = (name._replace(version=x) for x in itertools.count())
+        for version in versions:
+            # A name that was refused is taken.
+            if version not in self._refused and (self.store.create(version.path, data) or there()):
                 return
 
     def remove_before(self, number: int) -> None:
