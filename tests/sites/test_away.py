@@ -120,7 +120,7 @@ def test_one_that_begins_again_from_an_older_snapshot_keeps_what_waits():
     np.testing.assert_allclose(given + waits, total - wrong, atol=1e-5)
 
 
-def test_what_a_life_before_has_put_is_not_taken_from_this_one():
+def test_what_a_life_before_has_put_is_not_taken_from_this_one(caplog):
     store = memory()
     dead, other = site(store, "a", quorum=2), site(store, "b", quorum=2)
     dead._member._run.put(
@@ -137,6 +137,8 @@ def test_what_a_life_before_has_put_is_not_taken_from_this_one():
     )
     assert again.last.sites == ("a", "b")
     assert not again.last.delivered
+    # The life before is not another site of this name.
+    assert not caplog.records
     np.testing.assert_array_equal(flat(got) - flat(again.params), flat(mine) - flat(PARAMS))
 
 
@@ -230,3 +232,32 @@ def test_a_site_that_slept_through_the_removal_of_its_round_loses_nothing(monkey
         if len(calls) <= stops_at:
             break
     assert 3 < stops_at < 39
+
+
+def test_a_payload_that_a_failing_store_has_written_is_the_one_that_counts(monkeypatch):
+    store = memory()
+    fast = site(store, "fast", snapshot_every=2, grace=0.0)
+    sleepy = site(store, "sleepy", give_up=0.0)
+    of = sleepy._member._run.store
+
+    def fails(*args, create=of.create):
+        create(*args)
+        raise sites.StoreError("is down")
+
+    first = moved(sleepy.params, 0, 1)
+    second = moved(first, 1, 1)
+    monkeypatch.setattr(of, "create", fails)
+    for mine in (first, second):
+        with pytest.raises(TimeoutError, match="is down"):
+            sleepy.exchange(mine, tokens=1, wait=True)
+    monkeypatch.undo()
+    fast.exchange(moved(fast.params, 0), tokens=1, wait=True)
+    given = delivered(sleepy, 1)
+    assert np.abs(given).sum() > 0
+    for step in range(1, 9):
+        fast.exchange(moved(fast.params, step), tokens=1, wait=True)
+        stored(fast)
+    sleepy._member._give_up = 30.0
+    got = sleepy.exchange(second, tokens=1, wait=True)
+    waits = flat(second) - flat(PARAMS) - given
+    np.testing.assert_allclose(flat(got) - flat(sleepy.params), waits, atol=1e-5)
