@@ -3,12 +3,12 @@
 import concurrent.futures
 import contextlib
 import os
-import re
 import stat
 from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from optax_ext.sites._credentials import is_path_of_url, scrubbed, without_credentials
 from optax_ext.sites._payload import PayloadError
 
 _T = TypeVar("_T")
@@ -16,7 +16,6 @@ _U = TypeVar("_U")
 # Objects that are read at the same time.
 _AT_ONCE = 32
 _WHERE = "a folder, a URL such as s3://bucket/run (gs://, az://), or a store of obstore"
-_URL = re.compile(r"([a-z][a-z0-9+.-]+:/+)(.*)", re.IGNORECASE | re.DOTALL)
 
 
 class StoreError(OSError):
@@ -38,10 +37,10 @@ class Store:
             ) from error
         self._obstore = obstore
         self._url = str(url)
-        self.name = _without_credentials(self._url)
+        self.name = without_credentials(self._url)
         if isinstance(url, obstore.store.ObjectStore):
             self._store = url
-        elif not isinstance(url, str | Path) or not self._url or _is_path_of_url(self._url):
+        elif not isinstance(url, str | Path) or not self._url or is_path_of_url(self._url):
             raise TypeError(f"store must be {_WHERE}, got {self.name!r} ({type(url).__name__}).")
         else:
             self._store = self._opened(self._url)
@@ -132,28 +131,9 @@ class Store:
             raise StoreError(f"can't {what} {name} at {self.name}: {self._line(error)}") from None
 
     def _line(self, error: BaseException) -> str:
-        """The first line of an error, in which URLs have no credentials."""
+        """The first line of an error, without credentials."""
         line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        words = line.replace(self._url, self.name).split(" ")
-        return " ".join(_without_credentials(word) for word in words)
-
-
-def _is_path_of_url(text: str) -> bool:
-    """Whether a text is a URL that ``Path`` has taken a / from."""
-    found = _URL.match(text)
-    return found is not None and not found[1].endswith("//")
-
-
-def _without_credentials(text: str) -> str:
-    """The text, in which a URL has neither a user nor anything after its path."""
-
-    def cut(found: re.Match[str]) -> str:
-        user, _, rest = found[2].rpartition("@")
-        # An @ after ? may end a password with a ? or be in a signature.
-        rest = "..." if re.search("[?#]", user) else re.split("[?#]", rest)[0]
-        return found[1] + rest
-
-    return _URL.sub(cut, text)
+        return scrubbed(line, self._url)
 
 
 def _files(root: Path, folder: str) -> dict[str, int]:
