@@ -29,7 +29,7 @@ def is_path_of_url(text: str) -> bool:
 
 
 def _parts(rest: str) -> tuple[str, set[str]]:
-    """Host and path of what follows ``://``, and the credentials in it, quoted and unquoted."""
+    """Host and path after the ``://`` of a URL, and its credentials, quoted and unquoted."""
     user, _, place = rest.rpartition("@")
     if re.search("[?#]", user):
         # The @ may end a password that has a ?, or be in a signature.
