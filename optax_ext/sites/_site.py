@@ -57,7 +57,7 @@ class Site:
       key: a key that the sites share, to sign with; None: only damage is noticed, and the store
         decides who may write.
       snapshot_every: rounds after which the parameters are stored, for sites that come; older
-        payloads are removed.
+        rounds are removed.
       poll: seconds from one look at the store to the next.
       give_up: seconds to wait for a store that fails, or for a round that is not closed.
 
@@ -65,6 +65,7 @@ class Site:
       TypeError: parameters that are not float32; a store or codec of another type.
       ValueError: an invalid name, number or density; parameters that are not finite; a run of
         another model, density, codec or key.
+      StoreError: a store that can't be opened.
       TimeoutError: a store that can't be read or written for ``give_up`` seconds.
       ImportError: obstore is not installed.
 
