@@ -9,12 +9,15 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from optax_ext.sites import _parameter_change
-from optax_ext.sites._run import Run, Share, digest_of, log
+from optax_ext.sites._contents import MOST_TOKENS, Snapshot, digest_of
+from optax_ext.sites._objects import log
+from optax_ext.sites._parameter_change import Change
+from optax_ext.sites._run import Found, Run
 from optax_ext.sites._store import StoreError
 
 _T = TypeVar("_T")
-# Seconds between two tries when the store fails.
-_AGAIN = 1.0
+# Seconds between the first two tries when the store fails, and the most between two.
+_AGAIN, _LONGEST = 1.0, 60.0
 
 
 class RoundInfo(NamedTuple):
@@ -37,6 +40,15 @@ class RoundInfo(NamedTuple):
     received: int
 
 
+class _Put(NamedTuple):
+    """The payload that this site puts into a round, each time that it tries."""
+
+    number: int
+    tokens: int
+    body: bytes
+    base: str
+
+
 class Member:
     """Takes part in the rounds of a run.
 
@@ -52,121 +64,157 @@ class Member:
         self._snapshot_every = snapshot_every
         self._give_up = give_up
         self.last: RoundInfo | None = None
-        self.number, self.params = self._patiently(self._run.enter, params)
-        # A pool of its own: another site may wait for this one's snapshot during a round.
-        self._pool = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="site")
-        self._pending: concurrent.futures.Future[Any] | None = None
+        # The first round of this life; an earlier one of this name may have put its payload.
+        self._first: int | None = None
+        self.number, self.params, self._delivered = self._patiently(self._run.enter, params)
+        # Snapshots have a thread of their own, so that rounds do not wait for them.
+        pool = concurrent.futures.ThreadPoolExecutor
+        self._pool, self._snapshots = pool(1, "round"), pool(1, "snapshot")
+        # The newest snapshot that was not stored yet.
+        self._unstored: collections.deque[Snapshot] = collections.deque(maxlen=1)
+        self._pending: concurrent.futures.Future[Found] | None = None
         self._unsent = 0
-        # The payload that was not seen in a list yet: its round, digest, tokens and body.
-        self._put: tuple[int, str, int, bytes] | None = None
-        closed = self._patiently(self._closed_from, self.number)
-        self._add(closed, np.zeros_like(params), 0.0)
+        # Tokens of a call that has failed, which is made again with them.
+        self._failed = 0
+        # The payload that was not seen in a list yet.
+        self._put: _Put | None = None
+        self._apply(self._patiently(run.look, self.number), np.zeros_like(params), 0.0)
+        self._first = self.number
 
     def exchange(self, vector: np.ndarray, tokens: int, wait: bool) -> np.ndarray:
         """As :meth:`Site.exchange`, of vectors."""
         vector = self.finish(vector)
-        self._unsent += tokens
-        self._begin(vector)
-        return self.finish(vector) if wait else vector
+        moved = self._moved(vector)
+        self._unsent = min(self._unsent - self._failed + tokens, MOST_TOKENS - 1)
+        self._failed = tokens
+        self._begin(moved)
+        vector = self.finish(vector) if wait else vector
+        self._failed = 0
+        return vector
 
     def finish(self, vector: np.ndarray) -> np.ndarray:
         """As :meth:`Site.finish`, of vectors."""
+        moved = self._moved(vector)
         if self._pending is None:
             return vector
         future, self._pending = self._pending, None
         began = time.monotonic()
-        closed = future.result()
-        moved = vector - self.params
-        self._add(closed, moved, time.monotonic() - began)
-        return self.params + moved
+        self._apply(future.result(), moved, time.monotonic() - began)
+        return _parameter_change.finite_sum(self.params, moved)
 
     def close(self) -> None:
         """Waits for writes that are under way."""
         self._pool.shutdown()
+        self._snapshots.shutdown()
 
-    def _begin(self, vector: np.ndarray) -> None:
-        number, base, tokens = self.number, digest_of(self.params), self._unsent
-        body = self._run.messages.encode(vector - self.params, seed=number)
-        others = frozenset(self.last.sites if self.last else ())
+    def _moved(self, vector: np.ndarray) -> np.ndarray:
+        """The change of the shared parameters."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            moved = vector - self.params
+        if not np.isfinite(moved).all():
+            what = "further from those of all sites than float32 holds"
+            raise ValueError(
+                f"params are {what if np.isfinite(vector).all() else 'not finite'}, and nothing "
+                "was sent: go on from the parameters of all sites, site.params."
+            )
+        return moved
 
-        def round_trip() -> list[list[Share]] | None:
-            closed = self._patiently(self._closed_from, number)
-            if closed or closed is None:
+    def _begin(self, moved: np.ndarray) -> None:
+        number, base = self.number, digest_of(self.params)
+        if self._put is None or self._put.number != number:
+            body = self._run.messages.encode(moved, seed=number)
+            self._put = _Put(number, self._unsent, body, base)
+        put, others = self._put, frozenset(self.last.sites if self.last else ())
+
+        def round_trip() -> Found:
+            found = self._patiently(self._run.look, number, base)
+            if found.snapshot is not None or found.rounds:
                 # The round is over, and these entries go with the next one.
-                return closed
-            digest = self._patiently(self._run.put, number, body, tokens, base)
-            if self._put is None or self._put[0] != number:
-                # The first payload counts.
-                self._put = number, digest, tokens, body
-            self._patiently(self._run.wait, number, others, self._give_up)
-            return self._patiently(self._closed_from, number)
+                return found
+            self._patiently(self._run.put, number, put.body, put.tokens, put.base)
+            began = time.monotonic()
+            self._patiently(self._run.wait, number, others, self._give_up, began)
+            return self._patiently(self._run.look, number, base)
 
         self._pending = self._pool.submit(round_trip)
 
-    def _closed_from(self, number: int) -> list[list[Share]] | None:
-        """The closed rounds from this one on; None if they were removed already."""
-        found = []
-        while closed := self._run.closed(number + len(found)):
-            found.append(closed)
-        if not found and self._run.newest_snapshot() > number:
-            return None
-        return found
+    def _apply(self, found: Found, moved: np.ndarray, waited: float) -> None:
+        """Adds rounds to the parameters, and takes the delivered entries from ``moved``.
 
-    def _add(self, closed: list[list[Share]] | None, moved: np.ndarray, waited: float) -> None:
-        """Adds rounds to the parameters, and takes the delivered entries from ``moved``."""
-        if closed is None or (closed and self._differs(closed[0])):
+        All that it needs was read before, so that it never ends halfway.
+        """
+        at = self.number
+        if found.snapshot is not None:
             log.warning("%s begins again from the newest snapshot of the run", self._name)
-            number = self._patiently(self._run.newest_snapshot)
-            self.params = self._patiently(self._run.snapshot, number)
-            if self._put is not None and self._put[0] < number:
-                self._take_off(moved)
-            self.number = number
-            closed = self._patiently(self._closed_from, number) or []
-        received = self._run.messages.bytes * sum(map(len, closed))
-        for shares in closed:
+            self.number, self.params, self._delivered = found.snapshot
+            put = self._put
+            # It was delivered in a round before the snapshot, which has its entries.
+            if put and self._delivered.get(self._name) == (self._run.life, put.number):
+                self._take_off(moved, self._run.messages.decode(put.body), put.tokens)
+        received = self._run.messages.bytes * sum(map(len, found.rounds))
+        for shares in found.rounds:
             total = sum(share.tokens for share in shares)
             names = tuple(share.site for share in shares)
             delivered = False
             for share in shares:
                 _parameter_change.add(self.params, share.change, share.tokens / total)
-                # The name is not enough: changes by an earlier life are not in ``moved``.
-                if share.site == self._name and share.life == self._run.life:
-                    delivered, self._put = True, None
-                    moved[share.change.indices] -= share.change.values
-                    self._unsent -= share.tokens
+                self._delivered[share.site] = share.life, self.number
+                # The name is not enough: changes by another life are not in ``moved``, and neither
+                # are changes of rounds that this site applies a second time.
+                if share.site == self._name and self.number >= at:
+                    delivered = share.life == self._run.life
+                    if delivered:
+                        self._take_off(moved, share.change, share.tokens)
+                    elif self._first is not None and self.number > self._first:
+                        self._warn_of_another()
             sent = self._run.messages.bytes
             self.last = RoundInfo(self.number, names, delivered, waited, sent, received)
             self.number += 1
             # Sites take turns, so that one that is gone does not keep the run from its snapshots.
             turn = self.number // self._snapshot_every % len(names)
             if self.number % self._snapshot_every == 0 and names[turn] == self._name:
-                keep = self._run.keep, self.number, self.params.copy()
-                self._pool.submit(self._patiently, *keep)
+                self._keep()
 
-    def _take_off(self, moved: np.ndarray) -> None:
-        """Takes off entries that were delivered in a round before the snapshot, which has them."""
-        assert self._put is not None
-        number, digest, tokens, body = self._put
-        if self._patiently(self._run.has_taken, number, digest):
-            change = self._run.messages.decode(body)
-            moved[change.indices] -= change.values
-            self._unsent -= tokens
+    def _take_off(self, moved: np.ndarray, change: Change, tokens: int) -> None:
+        """Takes off entries that were delivered."""
+        moved[change.indices] -= change.values
+        self._unsent = max(0, self._unsent - tokens)
         self._put = None
 
-    def _differs(self, shares: list[Share]) -> bool:
-        """Whether this site may be the one whose parameters differ from all others'."""
-        count = collections.Counter(share.base for share in shares)
-        mine = count.pop(digest_of(self.params), 0)
-        return any(mine <= others for others in count.values())
+    def _warn_of_another(self) -> None:
+        """Says once that another site has this name."""
+        self._first = None
+        log.warning(
+            "another site is called %s too: give each site of a run a name of its own, or end the "
+            "older one",
+            self._name,
+        )
+
+    def _keep(self) -> None:
+        """Stores the newest snapshot, while rounds go on."""
+        delivered = dict(self._delivered)
+        self._unstored.append(Snapshot(self.number, self.params.copy(), delivered))
+
+        def keep() -> None:
+            # While one was being stored, a newer one may have taken the place of others.
+            if self._unstored:
+                try:
+                    self._patiently(self._run.keep, self._unstored.pop())
+                except TimeoutError as error:
+                    log.warning("%s has stored no snapshot %s", self._name, error)
+
+        self._snapshots.submit(keep)
 
     def _patiently(self, function: Callable[..., _T], *args: Any) -> _T:
         """The result, once the store can be read and written."""
-        began = time.monotonic()
+        began, pause = time.monotonic(), _AGAIN
         while True:
             try:
                 return function(*args)
             except StoreError as error:
-                if time.monotonic() - began > self._give_up:
+                left = began + self._give_up - time.monotonic()
+                if left <= 0:
                     raise TimeoutError(f"for {self._give_up:g} s: {error}") from None
                 log.warning("%s tries again: %s", self._name, error)
-                time.sleep(_AGAIN)
+                time.sleep(min(pause, left))
+                pause = min(2 * pause, _LONGEST)

@@ -11,6 +11,8 @@ import numpy as np
 from optax_ext.sites._payload import PayloadError
 from sparse_collectives import Codec, select
 
+_LARGEST = np.finfo(np.float32).max
+
 
 class Model(NamedTuple):
     """The parameters of a run as one vector.
@@ -49,9 +51,15 @@ def model_of(params: Any) -> Model:
 
     Raises:
       TypeError: a leaf has another type.
+      ValueError: there are no entries.
     """
     paths = jax.tree_util.tree_leaves_with_path(params)
     for path, leaf in paths:
+        if not isinstance(leaf, jax.Array | np.ndarray | np.generic | float):
+            raise TypeError(
+                f"params{jax.tree_util.keystr(path)} is {leaf!r:.80}: sites exchange arrays of "
+                "float32. Give the parameters only, as nnx.state(model, nnx.Param) has them."
+            )
         if jnp.result_type(leaf) != jnp.float32:
             raise TypeError(
                 f"params{jax.tree_util.keystr(path)} is {jnp.result_type(leaf)}: sites exchange "
@@ -61,6 +69,8 @@ def model_of(params: Any) -> Model:
     names = [(jax.tree_util.keystr(path), shape) for (path, _), shape in zip(paths, shapes)]
     digest = hashlib.sha256(repr(names).encode()).hexdigest()[:16]
     size = sum(int(np.prod(shape)) for shape in shapes)
+    if not size:
+        raise ValueError(f"params have no entries, got {params!r:.80}: give those of the model.")
     return Model(jax.tree.structure(params), shapes, size, digest)
 
 
@@ -124,4 +134,11 @@ class Messages:
 
 def add(params: np.ndarray, change: Change, weight: float) -> None:
     """Adds to ``f32[n]`` in place, with the same bits on every machine."""
-    params[change.indices] += np.float32(weight) * change.values
+    values = np.float32(weight) * change.values
+    params[change.indices] = finite_sum(params[change.indices], values)
+
+
+def finite_sum(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """The sum in float32, or its largest number."""
+    with np.errstate(over="ignore"):
+        return np.clip(x + y, -_LARGEST, _LARGEST)

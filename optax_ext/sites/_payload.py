@@ -11,6 +11,8 @@ _LENGTH = struct.Struct("<I")
 _TAG = 32
 # The largest header, which is JSON, in bytes.
 LARGEST_HEADER = 4096
+# The most bytes of an object besides its body.
+AROUND = len(_MAGIC) + _LENGTH.size + LARGEST_HEADER + _TAG
 
 
 class PayloadError(ValueError):
@@ -39,7 +41,7 @@ def unpack(data: bytes, key: bytes | None, **wanted: Any) -> tuple[dict[str, Any
     start = len(_MAGIC) + _LENGTH.size
     if not data.startswith(_MAGIC) or len(data) < start + _TAG:
         raise PayloadError("it is no object of this format")
-    if not hmac.compare_digest(data[-_TAG:], _tag(data[:-_TAG], key)):
+    if not hmac.compare_digest(data[-_TAG:], _tag(memoryview(data)[:-_TAG], key)):
         raise PayloadError(
             "it is damaged" if key is None else "its signature is not that of the key"
         )
@@ -53,8 +55,10 @@ def unpack(data: bytes, key: bytes | None, **wanted: Any) -> tuple[dict[str, Any
     if not isinstance(header, dict):
         raise PayloadError("its header is no object of JSON")
     for name, value in wanted.items():
-        if header.get(name) != value:
-            raise PayloadError(f"its {name} is {str(header.get(name))[:40]!r}, not {value!r}")
+        found = header.get(name)
+        # 1.0 and true are equal to 1.
+        if type(found) is not type(value) or found != value:
+            raise PayloadError(f"its {name} is {str(found)[:40]!r}, not {value!r}")
     return header, data[start + length : -_TAG]
 
 
@@ -63,5 +67,5 @@ def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _tag(data: bytes, key: bytes | None) -> bytes:
+def _tag(data: bytes | memoryview, key: bytes | None) -> bytes:
     return hashlib.sha256(data).digest() if key is None else hmac.digest(key, data, "sha256")

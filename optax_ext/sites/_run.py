@@ -1,43 +1,30 @@
 """A run in a store: who takes part in a round is decided once, and all sites read that list."""
 
+import collections
 import dataclasses
-import json
-import logging
+import functools
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from optax_ext.sites import _parameter_change, _payload
+from optax_ext.sites import _contents, _parameter_change, _payload
+from optax_ext.sites._contents import MOST_ROWS, Share, Snapshot, digest_of
+from optax_ext.sites._objects import Name, Objects
 from optax_ext.sites._payload import PayloadError
-from optax_ext.sites._store import Store
+from optax_ext.sites._store import Store, StoreError
 
-log = logging.getLogger("optax_ext.sites")
-
-VERSION = 1
+VERSION = 2
 _RUN = "run"
-# Bytes of an object besides its entries.
-_AROUND = _payload.LARGEST_HEADER + 256
 
 
-class Share(NamedTuple):
-    """A site's part in a round.
+class Found(NamedTuple):
+    """What the store has for a site: closed rounds, and a snapshot before them if not None."""
 
-    Attributes:
-      site: the name of the site.
-      life: distinguishes a site from an earlier one of the same name.
-      base: the digest of the parameters from which it moved.
-      tokens: the data it has trained on; the weights of a round are shares of their sum.
-      change: of its parameters.
-    """
-
-    site: str
-    life: str
-    base: str
-    tokens: int
-    change: _parameter_change.Change
+    snapshot: Snapshot | None
+    rounds: list[list[Share]]
 
 
 @dataclasses.dataclass
@@ -51,203 +38,207 @@ class Run:
     # The description of the run that all sites have to give.
     agreed: dict[str, Any]
     _: dataclasses.KW_ONLY
-    key: bytes | None
+    key: bytes | None = dataclasses.field(repr=False)
     quorum: int
     grace: float
     poll: float
-    id: str = ""
     # Distinguishes this site from an earlier one of its name.
     life: str = dataclasses.field(default_factory=lambda: secrets.token_hex(8))
-    # Payloads by their names, so that a site that closes a round reads each only once.
-    _read: dict[str, bytes] = dataclasses.field(default_factory=dict)
+    # The payloads of one round, so that a site that closes it reads each only once.
+    _shares: dict[Name, Share] = dataclasses.field(default_factory=dict)
 
-    def enter(self, params: np.ndarray) -> tuple[int, np.ndarray]:
-        """Creates the run, or finds it: the number of the next round, and the snapshot before it.
+    def __post_init__(self):
+        self._objects = Objects(self.store, self.key)
+
+    def enter(self, params: np.ndarray) -> Snapshot:
+        """Creates the run, or finds it: its newest snapshot.
 
         Raises:
           ValueError: the run has another model, density or version, or is signed with another key.
         """
         agreed = {"version": VERSION, "model": self.model.digest, **self.agreed}
         mine = {**agreed, "run": f"{time.time_ns():x}"}
-        self.store.create(_RUN, _payload.pack(mine, b"", self.key))
-        found = self._opened(_RUN)[0]
+        created = self.store.create(_RUN, _payload.pack(mine, b"", self.key))
+        try:
+            data = self.store.get(_RUN, _payload.AROUND) or b""
+            found, _ = _payload.unpack(data, self.key)
+        except PayloadError as error:
+            raise ValueError(f"{_RUN} at {self.store.name} can't be used: {error}.") from None
         for name, value in agreed.items():
             if found.get(name) != value:
                 raise ValueError(
                     f"the run at {self.store.name} has {name} {found.get(name)!r}, and this site "
                     f"{value!r}: give the site what the run has, or a store of its own."
                 )
-        self.id = str(found["run"])
-        if not self._snapshots():
-            self._put_snapshot(0, params)
-        number = self.newest_snapshot()
-        return number, self.snapshot(number)
+        self._objects.run = str(found.get("run"))
+        # A site that has created the run and ended at once has left no snapshot.
+        if created or not self.store.sizes("snapshot"):
+            self._put_snapshot(Snapshot(0, params, {}))
+        snapshot = self.newest()
+        assert snapshot is not None
+        return snapshot
 
-    def snapshot(self, number: int) -> np.ndarray:
-        """The parameters before a round, as a site has stored them."""
-        name = f"snapshot/{number:08d}"
-        header, body = self._opened(name, number=number)
-        if len(body) != 4 * self.model.size:
-            raise ValueError(f"{name} at {self.store.name} has {len(body)} bytes of parameters.")
-        params = np.frombuffer(body, "<f4").astype(np.float32)
-        if header.get("digest") != digest_of(params):
-            raise ValueError(f"{name} at {self.store.name} is not what it says it is.")
-        return params
-
-    def newest_snapshot(self) -> int:
-        """Its number, which is also the number of the round after it."""
-        return max(self._snapshots())
-
-    def keep(self, number: int, params: np.ndarray) -> None:
-        """Stores a snapshot, and removes payloads that no site needs any more.
-
-        The last snapshot but one, and the payloads since then, stay for sites that are reading
-        them. The lists, which are short, stay for a site that was away and looks for its payload.
-        """
-        self._put_snapshot(number, params)
-        snapshots = sorted(self._snapshots())
-        oldest = snapshots[-2] if len(snapshots) > 1 else 0
-        old = [f"snapshot/{x:08d}" for x in snapshots if x < oldest]
-        rounds = self.store.sizes("round")
-        payloads = (name for name in rounds if "/payload/" in name)
-        old += [f"round/{name}" for name in payloads if int(name.partition("/")[0]) < oldest]
-        self.store.delete(old)
-
-    def _put_snapshot(self, number: int, params: np.ndarray) -> None:
-        header = {"run": self.id, "number": number, "digest": digest_of(params)}
-        data = _payload.pack(header, params.astype("<f4").tobytes(), self.key)
-        self.store.create(f"snapshot/{number:08d}", data)
-
-    def _snapshots(self) -> list[int]:
-        return [int(name) for name in self.store.sizes("snapshot") if name.isdigit()]
-
-    def put(self, number: int, body: bytes, tokens: int, base: str) -> str:
-        """Stores this site's payload, unless the round has one from it; returns its digest."""
-        header = {"run": self.id, "number": number, "site": self.site, "life": self.life}
-        data = _payload.pack({**header, "tokens": tokens, "base": base}, body, self.key)
-        self.store.create(f"{_round(number)}/payload/{self.site}", data)
-        return _payload.digest(data)
-
-    def has_taken(self, number: int, digest: str) -> bool:
-        """Whether a payload is in the list of its round."""
-        return any(row["sha256"] == digest for row in self._listed(number) or ())
-
-    def _listed(self, number: int) -> list[dict[str, Any]] | None:
-        """The rows of the list of a round; None while the round is open."""
-        name = f"{_round(number)}/list"
-        data = self.store.get(name)
-        return None if data is None else json.loads(self._opened(name, data, number=number)[1])
-
-    def closed(self, number: int) -> list[Share] | None:
-        """The shares of a closed round, in the order in which all sites add them.
-
-        It is None for an open round, and if payloads were removed.
+    def newest(self, above: int = -1) -> Snapshot | None:
+        """The newest snapshot, if it is one above a number.
 
         Raises:
-          ValueError: an object is not what the list says, or this site may not take it.
+          StoreError: the store has no snapshot.
         """
-        rows = self._listed(number)
-        if rows is None:
-            return None
-        shares = []
-        names = [f"{_round(number)}/payload/{row['site']}" for row in rows]
-        payloads = self._payloads(names)
-        for row, name in zip(rows, names, strict=True):
-            found = payloads.get(name)
-            if found is None and self.newest_snapshot() > number:
-                return None
-            if found is None or _payload.digest(found) != row["sha256"]:
-                self._read = {}
-                raise ValueError(
-                    f"{name} at {self.store.name} is not what the list of its round says: it was "
-                    "removed or replaced behind the back of the sites."
-                )
-            shares.append(self._share(number, row["site"], found))
-        self._read = {}
-        return shares
+        found = self._objects.names("snapshot")
+        newer = {name: size for name, size in found.items() if name.number > above}
+        newer = dict(sorted(newer.items(), key=lambda item: (-item[0].number, item[0].version)))
+        snapshot = self._first_snapshot(newer)
+        if snapshot is None and len(newer) == len(found):
+            raise StoreError(
+                f"there is no snapshot of the run at {self.store.name}: the store was emptied or "
+                "is not mounted, or has another run"
+            )
+        return snapshot
 
-    def wait(self, number: int, expected: frozenset[str], seconds: float) -> None:
+    def _first_snapshot(self, names: Mapping[Name, int]) -> Snapshot | None:
+        size = self.model.size
+        check = functools.partial(_contents.snapshot_of, size=size)
+        return self._objects.first(names, (4 * size, 4 * size + MOST_ROWS), check)
+
+    def keep(self, snapshot: Snapshot) -> None:
+        """Stores a snapshot, and removes what no site needs any more.
+
+        The last snapshot but one, and the rounds since then, stay for sites that are reading them.
+        A site that was away reads in the snapshot whether its payload was delivered.
+        """
+        self._put_snapshot(snapshot)
+        found = self._objects.names("snapshot").items()
+        numbers = [x.number for x, size in found if size >= 4 * self.model.size]
+        self._objects.remove_before(max((x for x in numbers if x < snapshot.number), default=0))
+
+    def _put_snapshot(self, snapshot: Snapshot) -> None:
+        def there() -> bool:
+            names = self._objects.names("snapshot").items()
+            same = {x: size for x, size in names if x.number == snapshot.number}
+            return self._first_snapshot(same) is not None
+
+        name, header = Name("snapshot", snapshot.number), {"digest": digest_of(snapshot.params)}
+        self._objects.decide(name, header, _contents.snapshot_body(snapshot), there)
+
+    def put(self, number: int, body: bytes, tokens: int, base: str) -> None:
+        """Stores this site's payload, unless the round has one from it."""
+        name = Name("payload", number, self.site)
+        header = {"site": self.site, "life": self.life, "tokens": tokens, "base": base}
+
+        def there() -> bool:
+            return self.site in _sites(self._arrived(self._objects.names(name.folder)))
+
+        self._objects.decide(name, header, body, there)
+
+    def look(self, number: int, base: str | None = None) -> Found:
+        """What the store has for a site before a round, whose parameters have a digest.
+
+        A snapshot is there if later rounds were removed, or if the site may be the one whose
+        parameters differ from all others'.
+
+        Raises:
+          StoreError: an object of a closed round was removed or replaced, and there is no newer
+            snapshot yet.
+        """
+        rounds: list[list[Share]] = []
+        failed = None
+        try:
+            while shares := self.closed(number + len(rounds)):
+                rounds.append(shares)
+        except StoreError as error:
+            failed = error
+        # Whatever this site finds of a round before a snapshot, that round was closed by others.
+        snapshot = self.newest(above=number + len(rounds))
+        if snapshot is None and failed is not None:
+            raise failed
+        if snapshot is None and rounds and base is not None and _differs(rounds[0], base):
+            snapshot = self.newest()
+        if snapshot is None:
+            return Found(None, rounds)
+        after = self.look(snapshot.number)
+        return Found(after.snapshot or snapshot, after.rounds)
+
+    def closed(self, number: int) -> list[Share] | None:
+        """The shares of a closed round in the order in which all sites add them; None if open."""
+        found = self._objects.names(Name("list", number).folder)
+        if (rows := self._listed(found)) is None:
+            return None
+        shares = self._payloads({name: found[name] for name in rows if name in found})
+        for name, digest in rows.items():
+            if name not in shares or shares[name].digest != digest:
+                raise StoreError(
+                    f"{name.path} at {self.store.name} is not what the list of its round says: it "
+                    "was removed or replaced, and this site goes on from the next snapshot"
+                )
+        return [shares[name] for name in rows]
+
+    def _listed(self, found: Mapping[Name, int]) -> dict[Name, str] | None:
+        """The first list of a round that can be used; None while it is open."""
+        lists = {name: size for name, size in found.items() if name.kind == "list"}
+        return self._objects.first(lists, (0, MOST_ROWS), _contents.listed)
+
+    def wait(self, number: int, expected: frozenset[str], seconds: float, began: float) -> None:
         """Waits until the round is closed, and closes it when that is due.
 
         With a quorum it waits ``grace`` seconds for the other sites that are ``expected``. It
-        raises a TimeoutError if the round is not closed within ``seconds``.
+        raises a TimeoutError if the round is not closed so many seconds after it ``began``.
         """
-        since, began = None, time.monotonic()
-        while "list" not in (names := self.store.sizes(_round(number))):
-            found = {name.removeprefix("payload/") for name in names}
-            if len(found) >= self.quorum:
-                since = time.monotonic() if since is None else since
-                if found >= expected or time.monotonic() - since >= self.grace:
-                    self._close(number)
-                    continue
-            if time.monotonic() - began > seconds:
+        since = None
+        while True:
+            found = self._objects.names(Name("list", number).folder)
+            if self._listed(found) is not None:
+                return
+            shares, now = self._arrived(found), time.monotonic()
+            sites = _sites(shares)
+            if len(sites) >= self.quorum:
+                since = now if since is None else since
+                if sites >= expected or now - since >= self.grace:
+                    self._close(number, shares)
+                    return
+            # This site has put its payload: it is not there only if the round was removed.
+            if self.site not in sites and self.newest(above=number) is not None:
+                return
+            if (left := began + seconds - now) <= 0:
                 raise TimeoutError(
                     f"round {number} at {self.store.name} was not closed within {seconds:g} s: it "
-                    f"has {len(found)} payloads, and quorum is {self.quorum}."
+                    f"has {len(sites)} payloads, and quorum is {self.quorum}."
                 )
-            time.sleep(self.poll)
+            time.sleep(min(self.poll, left))
 
-    def _close(self, number: int) -> None:
+    def _close(self, number: int, shares: Mapping[Name, Share]) -> None:
         """Writes the list of the payloads that have come, unless another site is faster."""
-        rows = []
-        prefix = f"{_round(number)}/payload"
-        sizes = sorted(self.store.sizes(prefix).items())
-        most = self.messages.bytes + _AROUND
-        payloads = self._payloads([f"{prefix}/{site}" for site, size in sizes if size <= most])
-        for site, size in sizes:
-            try:
-                if size > most:
-                    raise PayloadError(f"it has {size} bytes")
-                data = payloads.get(f"{prefix}/{site}", b"")
-                share = self._share(number, site, data)
-            except PayloadError as error:
-                log.warning("round %d: the payload of %s is left out: %s", number, site, error)
-                continue
-            digest = _payload.digest(data)
-            rows.append({"site": site, "sha256": digest, "tokens": share.tokens})
-        if not rows:
-            time.sleep(self.poll)
-            return
-        header = {"run": self.id, "number": number}
-        body = json.dumps(rows, separators=(",", ":")).encode()
-        self.store.create(f"{_round(number)}/list", _payload.pack(header, body, self.key))
+        name = Name("list", number)
 
-    def _payloads(self, names: Sequence[str]) -> dict[str, bytes]:
-        """The objects that exist, each of which is read once; all at the same time."""
-        missing = [name for name in names if name not in self._read]
-        found = zip(missing, self.store.get_all(missing), strict=True)
-        self._read |= {name: data for name, data in found if data is not None}
-        return {name: self._read[name] for name in names if name in self._read}
+        def there() -> bool:
+            return self._listed(self._objects.names(name.folder)) is not None
 
-    def _share(self, number: int, site: str, data: bytes) -> Share:
-        """The checked content of a payload; raises a PayloadError if it may not be taken."""
-        if len(data) > self.messages.bytes + _AROUND:
-            raise PayloadError(f"it has {len(data)} bytes")
-        wanted = {"run": self.id, "number": number, "site": site}
-        header, body = _payload.unpack(data, self.key, **wanted)
-        tokens = header.get("tokens")
-        if not isinstance(tokens, int) or isinstance(tokens, bool) or not 0 < tokens < 2**53:
-            raise PayloadError(f"its tokens are {str(tokens)[:40]!r}")
-        life, base = (str(header.get(name))[:64] for name in ("life", "base"))
-        return Share(site, life, base, tokens, self.messages.decode(body))
+        self._objects.decide(name, {}, _contents.list_of(shares), there)
 
-    def _opened(
-        self, name: str, data: bytes | None = None, **wanted: Any
-    ) -> tuple[dict[str, Any], bytes]:
-        """An object that all sites need; raises a ValueError if it is not what it should be."""
-        data = (self.store.get(name) or b"") if data is None else data
-        if self.id:
-            wanted["run"] = self.id
-        try:
-            return _payload.unpack(data, self.key, **wanted)
-        except PayloadError as error:
-            raise ValueError(f"{name} at {self.store.name} can't be used: {error}.") from None
+    def _arrived(self, found: Mapping[Name, int]) -> dict[Name, Share]:
+        """The payloads of an open round, of each site the first that can be used."""
+        shares: dict[str, tuple[Name, Share]] = {}
+        for name, share in self._payloads(found).items():
+            shares.setdefault(name.site, (name, share))
+        return dict(shares.values())
+
+    def _payloads(self, names: Mapping[Name, int]) -> dict[Name, Share]:
+        """The payloads of a round among these objects, each of which is read once."""
+        names = {name: size for name, size in names.items() if name.kind == "payload"}
+        numbers = {name.number for name in names}
+        kept = {name: x for name, x in self._shares.items() if name.number in numbers}
+        missing = {name: size for name, size in names.items() if name not in kept}
+        check = functools.partial(_contents.share_of, messages=self.messages)
+        size = self.messages.bytes
+        self._shares = kept | self._objects.read(missing, (size, size), check)
+        return {name: self._shares[name] for name in names if name in self._shares}
 
 
-def digest_of(params: np.ndarray) -> str:
-    """The digest of the bits of the parameters, which all sites share before a round."""
-    return _payload.digest(params.astype("<f4").tobytes())[:16]
+def _sites(shares: Mapping[Name, Share]) -> set[str]:
+    return {name.site for name in shares}
 
 
-def _round(number: int) -> str:
-    return f"round/{number:08d}"
+def _differs(shares: list[Share], base: str) -> bool:
+    """Whether the parameters of a digest may be the ones that differ from all others'."""
+    count = collections.Counter(share.base for share in shares)
+    mine = count.pop(base, 0)
+    return any(mine <= others for others in count.values())

@@ -1,7 +1,6 @@
 """A site: a job of its own that exchanges its parameter changes through an object store."""
 
 import functools
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,12 +8,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from optax_ext.sites import _parameter_change, _processes
+from optax_ext.sites._contents import MOST_TOKENS
 from optax_ext.sites._member import Member, RoundInfo
+from optax_ext.sites._objects import SITE
 from optax_ext.sites._run import Run
 from optax_ext.sites._store import Store
-from sparse_collectives import Codec, wire
+from sparse_collectives import Codec, _validation, wire
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+# The longest time that a program can sleep for is longer, in seconds.
+_DAY = 86400.0
 _NARROW8, _NARROW16 = wire.narrow8(), wire.narrow16()
 # Compiled once for the sites of a process.
 _messages = functools.lru_cache(maxsize=8)(_parameter_change.Messages)
@@ -55,14 +57,15 @@ class Site:
       key: a key that the sites share, to sign with; None: only damage is noticed, and the store
         decides who may write.
       snapshot_every: rounds after which the parameters are stored, for sites that come; older
-        payloads are removed.
+        rounds are removed.
       poll: seconds from one look at the store to the next.
       give_up: seconds to wait for a store that fails, or for a round that is not closed.
 
     Raises:
-      TypeError: parameters that are not float32.
-      ValueError: an invalid name, number or density; a run of another model, density, codec or
-        key.
+      TypeError: parameters that are not float32; a store or codec of another type.
+      ValueError: an invalid name, number or density; parameters that are not finite; a run of
+        another model, density, codec or key.
+      StoreError: a store that can't be opened.
       TimeoutError: a store that can't be read or written for ``give_up`` seconds.
       ImportError: obstore is not installed.
 
@@ -101,26 +104,35 @@ class Site:
         poll: float = 1.0,
         give_up: float = 3600.0,
     ):
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
+        if not isinstance(name, str) or not SITE.fullmatch(name):
             raise ValueError(
                 f"name must be 1 to 64 letters, digits, '_', '.' and '-', got {name!r}."
             )
-        for what, count in {"quorum": quorum, "snapshot_every": snapshot_every}.items():
-            if not isinstance(count, int) or count < 1:
-                raise ValueError(f"{what} must be a whole number of at least 1, got {count!r}.")
-        for what, seconds in {"grace": grace, "poll": poll, "give_up": give_up}.items():
-            if not seconds >= 0:
-                raise ValueError(f"{what} must be seconds of at least 0, got {seconds!r}.")
-        if key is not None and not (isinstance(key, bytes) and key):
-            raise ValueError("key must be bytes, and not none of them: it signs the payloads.")
+        density = _validation.check_density(density)
         if codec is None:
             codec = _NARROW8 if density >= 0.01 else _NARROW16
+        if not isinstance(codec, Codec):
+            raise TypeError(
+                f"codec must be a codec such as wire.narrow8() or wire.raw(), got {codec!r}."
+            )
+        quorum = _validation.check_positive_int("quorum", quorum)
+        snapshot_every = _validation.check_positive_int("snapshot_every", snapshot_every)
+        grace = _validation.check_number("grace", grace, 0.0, float("inf"))
+        poll = _validation.check_number("poll", poll, 0.0, _DAY)
+        give_up = _validation.check_number("give_up", give_up, 0.0, float("inf"))
+        if key is not None and not (isinstance(key, bytes) and key):
+            got = "b''" if key == b"" else f"a {type(key).__name__}"
+            raise ValueError(f"key must be bytes, one or more, to sign with: encode it; got {got}.")
         self.name = name
         self._model = model = _parameter_change.model_of(params)
         messages = _messages(model.size, density, codec)
         agreed = {"density": density, "codec": str(codec.spec), "bytes": messages.bytes}
         window = {"quorum": quorum, "grace": grace, "poll": poll}
         first = model.flat(_processes.whole(params))
+        if not np.isfinite(first).all():
+            raise ValueError(
+                "params are not finite, and a run would begin with them: begin with finite ones."
+            )
 
         def entered() -> _State:
             run = Run(Store(store), name, model, messages, agreed, key=key, **window)
@@ -152,7 +164,8 @@ class Site:
 
         Args:
           params: the parameters after this site's steps.
-          tokens: how much it has trained on since the last call, such as examples; at least 1.
+          tokens: how much it has trained on since the last call that returned, such as examples;
+            at least 1, and below 2**53.
           wait: whether to wait for this round, and apply it now.
 
         Returns:
@@ -160,18 +173,14 @@ class Site:
           changes by this site that are not delivered yet.
 
         Raises:
-          ValueError: parameters of another model, or that are not finite, of which nothing is sent;
-            objects of the store that were replaced.
+          ValueError: parameters of another model, or that are not finite or further from the shared
+            ones than float32 holds, of which nothing is sent.
           TimeoutError: no answer for ``give_up`` seconds. ``params`` are unchanged: call again.
         """
-        if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
-            raise ValueError(f"tokens must be a whole number of at least 1, got {tokens!r}.")
+        tokens = _validation.check_positive_int("tokens", tokens)
+        if tokens >= MOST_TOKENS:
+            raise ValueError(f"tokens must be below 2**53, got {tokens}: count examples instead.")
         vector = self._model.flat(_processes.whole(params))
-        if not np.isfinite(vector).all():
-            raise ValueError(
-                "params are not finite, and nothing was sent: go on from the parameters of all "
-                "sites, site.params."
-            )
         return self._after(lambda member: member.exchange(vector, tokens, wait), params)
 
     def finish(self, params: Any) -> Any:

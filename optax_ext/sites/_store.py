@@ -2,12 +2,20 @@
 
 import concurrent.futures
 import contextlib
-from collections.abc import Generator, Iterable, Sequence
+import os
+import stat
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from optax_ext.sites._credentials import is_path_of_url, scrubbed, without_credentials
+from optax_ext.sites._payload import PayloadError
+
+_T = TypeVar("_T")
+_U = TypeVar("_U")
 # Objects that are read at the same time.
 _AT_ONCE = 32
+_WHERE = "a folder, a URL such as s3://bucket/run (gs://, az://), or a store of obstore"
 
 
 class StoreError(OSError):
@@ -28,19 +36,34 @@ class Store:
                 "optax_ext.sites reads and writes objects by obstore: pip install obstore."
             ) from error
         self._obstore = obstore
-        self.name = str(url)
-        if not isinstance(url, str | Path):
+        self._url = str(url)
+        self.name = without_credentials(self._url)
+        if isinstance(url, obstore.store.ObjectStore):
             self._store = url
-            return
+        elif not isinstance(url, str | Path) or not self._url or is_path_of_url(self._url):
+            raise TypeError(f"store must be {_WHERE}, got {self.name!r} ({type(url).__name__}).")
+        else:
+            self._store = self._opened(self._url)
+        if isinstance(self._store, obstore.store.HTTPStore):
+            raise ValueError(
+                f"store must be {_WHERE}, got {self.name}: of several sites that write an object "
+                "to a web server, none knows whether it was the first."
+            )
+        self._folder: Path | None = None
+        if isinstance(self._store, obstore.store.LocalStore):
+            # One of the whole file system has no prefix.
+            self._folder = Path(self._store.prefix or "/")
+
+    def _opened(self, url: str) -> Any:
+        store = self._obstore.store
         try:
-            if "://" not in self.name:
-                folder = Path(url).expanduser().absolute()
-                folder.mkdir(parents=True, exist_ok=True)
-                self._store = obstore.store.LocalStore(folder)
-            else:
-                self._store = obstore.store.from_url(self.name)
-        except (obstore.exceptions.BaseError, OSError, ValueError) as error:
-            raise StoreError(f"can't open the store at {self.name}: {_line(error)}") from None
+            if "://" in url:
+                return store.from_url(url)
+            folder = Path(url).expanduser().absolute()
+            folder.mkdir(parents=True, exist_ok=True)
+            return store.LocalStore(folder)
+        except (self._obstore.exceptions.BaseError, OSError, ValueError) as error:
+            raise StoreError(f"can't open the store at {self.name}: {self._line(error)}") from None
 
     def create(self, name: str, data: bytes) -> bool:
         """Whether this call has written the object: of concurrent calls only one does."""
@@ -51,44 +74,85 @@ class Store:
             return False
         return True
 
-    def get(self, name: str) -> bytes | None:
-        """The object; None if there is none."""
+    def get(self, name: str, most: int) -> bytes | None:
+        """The object; None if there is none.
+
+        Raises:
+          PayloadError: it has more than this number of bytes, which are not read.
+        """
         try:
             with self._said("read", name):
-                return bytes(self._obstore.get(self._store, name).bytes())
+                found = self._obstore.get(self._store, name)
+                if (size := found.meta["size"]) <= most:
+                    return bytes(found.bytes())
         except FileNotFoundError:
             return None
+        raise PayloadError(f"it has {size} bytes")
 
-    def get_all(self, names: Sequence[str]) -> list[bytes | None]:
-        """The objects of these names, read at the same time: over slow links each takes long."""
-        if len(names) < 2:
-            return [self.get(name) for name in names]
-        with concurrent.futures.ThreadPoolExecutor(min(len(names), _AT_ONCE)) as pool:
-            return list(pool.map(self.get, names))
+    def at_once(self, function: Callable[[_T], _U], each: Iterable[_T]) -> list[_U]:
+        """The results for each, at the same time: over slow links each read takes long."""
+        each = list(each)
+        if len(each) < 2:
+            return [function(x) for x in each]
+        with concurrent.futures.ThreadPoolExecutor(min(len(each), _AT_ONCE)) as pool:
+            return list(pool.map(function, each))
 
-    def sizes(self, prefix: str) -> dict[str, int]:
-        """The bytes of each object below a prefix, by the rest of its name."""
-        with self._said("list", prefix):
-            found = (x for chunk in self._obstore.list(self._store, prefix) for x in chunk)
-            return {x["path"].removeprefix(f"{prefix}/"): x["size"] for x in found}
+    def sizes(self, folder: str) -> dict[str, int]:
+        """The bytes of each object in a folder and those below it, by its name."""
+        with self._said("list", folder):
+            if self._folder is None:
+                found = (x for chunk in self._obstore.list(self._store, folder) for x in chunk)
+                return {x["path"]: x["size"] for x in found}
+            return _files(self._folder, folder)
 
     def delete(self, names: Iterable[str]) -> None:
-        """Removes objects, if they exist."""
+        """Removes the objects that it can remove, and the folders that are then empty."""
         for name in names:
-            with contextlib.suppress(FileNotFoundError), self._said("remove", name):
-                self._obstore.delete(self._store, name)
+            with contextlib.suppress(FileNotFoundError, StoreError), self._said("remove", name):
+                if self._folder is None:
+                    self._obstore.delete(self._store, name)
+                    continue
+                path = self._folder / name
+                path.unlink()
+                # The first folder of a name stays, since others write to it.
+                for above in path.relative_to(self._folder).parents[:-2]:
+                    with contextlib.suppress(OSError):
+                        (self._folder / above).rmdir()
 
     @contextlib.contextmanager
     def _said(self, what: str, name: str) -> Generator[None]:
         try:
             yield
-        except FileNotFoundError as error:
-            raise FileNotFoundError(name) from error
-        except (self._obstore.exceptions.AlreadyExistsError, FileExistsError) as error:
-            raise FileExistsError(name) from error
+        except FileNotFoundError:
+            raise FileNotFoundError(name) from None
+        except (self._obstore.exceptions.AlreadyExistsError, FileExistsError):
+            raise FileExistsError(name) from None
         except (self._obstore.exceptions.BaseError, OSError, ValueError) as error:
-            raise StoreError(f"can't {what} {name} at {self.name}: {_line(error)}") from None
+            raise StoreError(f"can't {what} {name} at {self.name}: {self._line(error)}") from None
+
+    def _line(self, error: BaseException) -> str:
+        """The first line of an error, without credentials."""
+        line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        return scrubbed(line, self._url)
 
 
-def _line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+def _files(root: Path, folder: str) -> dict[str, int]:
+    """As :meth:`Store.sizes`, of files; links to folders, and what can't be read, are left out.
+
+    The listing of obstore ends at a link that loops, and at a name that is not UTF-8.
+    """
+    top = root / folder
+
+    def failed(error: OSError) -> None:
+        if error.filename == str(top) and not isinstance(error, FileNotFoundError):
+            raise error
+
+    sizes = {}
+    for above, _, files in os.walk(top, onerror=failed):
+        for name in files:
+            path = Path(above, name)
+            with contextlib.suppress(OSError):
+                status = path.stat()
+                if stat.S_ISREG(status.st_mode):
+                    sizes[path.relative_to(root).as_posix()] = status.st_size
+    return sizes

@@ -44,3 +44,18 @@ def together(*calls: Any) -> list[Any]:
     """The results of functions that run at the same time, each in a thread."""
     with concurrent.futures.ThreadPoolExecutor(len(calls)) as pool:
         return [future.result() for future in [pool.submit(call) for call in calls]]
+
+
+def stored(of: sites.Site) -> None:
+    """Waits until the snapshots of a site are stored."""
+    of._member._snapshots.submit(int).result()
+
+
+def delivered(of: sites.Site, rounds: int) -> np.ndarray:
+    """The sum of a site's deliveries in the first rounds, read from the store."""
+    total = np.zeros(SIZE, np.float64)
+    for number in range(rounds):
+        for share in of._member._run.closed(number):
+            if share.site == of.name:
+                total[share.change.indices] += share.change.values
+    return total

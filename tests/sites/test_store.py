@@ -6,10 +6,12 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from optax_ext.sites._payload import PayloadError
 from optax_ext.sites._store import Store, StoreError
 from tests.sites.helpers import PARAMS, flat, memory, moved, site, together
 
@@ -20,15 +22,36 @@ def store(request, tmp_path):
 
 
 def test_objects_by_their_name(store):
-    assert store.get("a/b") is None
+    assert store.get("a/b", 5) is None
     assert store.sizes("a") == {}
     assert store.create("a/b", b"three")
-    assert store.get("a/b") == b"three"
+    assert store.get("a/b", 5) == b"three"
+    with pytest.raises(PayloadError, match="it has 5 bytes"):
+        store.get("a/b", 4)
     assert not store.create("a/b", b"other")
     assert store.create("a/c/d", b"")
-    assert store.sizes("a") == {"b": 5, "c/d": 0}
+    assert store.sizes("a") == {"a/b": 5, "a/c/d": 0}
     store.delete(["a/b", "a/none"])
-    assert store.sizes("a") == {"c/d": 0}
+    assert store.sizes("a") == {"a/c/d": 0}
+
+
+def test_a_folder_is_listed_whatever_is_in_it(tmp_path):
+    store = Store(tmp_path)
+    assert store.create("a/b/c", b"three")
+    (tmp_path / "a" / "b" / "loop").symlink_to(tmp_path / "a")
+    (tmp_path / "a" / "gone").symlink_to(tmp_path / "nothing")
+    os.mkfifo(tmp_path / "a" / "fifo")
+    with open(os.fsencode(tmp_path) + b"/a/\xff\xfe", "wb"):
+        pass
+    sizes = store.sizes("a")
+    assert sizes.pop("a/b/c") == 5
+    assert [*sizes.values()] == [0]
+    store.delete(["a/b/c"])
+    assert (tmp_path / "a" / "b").exists()
+    (tmp_path / "a" / "b" / "loop").unlink()
+    assert store.create("a/b/d/e", b"")
+    store.delete(["a/b/d/e"])
+    assert not (tmp_path / "a" / "b").exists()
 
 
 def test_a_store_that_is_not_there(tmp_path):
@@ -44,6 +67,12 @@ def test_a_folder_that_may_not_be_written(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(TimeoutError, match="can't write"):
         site(tmp_path, give_up=0.0)
+
+
+@pytest.mark.parametrize("store", [5, b"s3://a/b", None, "", ["x"], Path("s3://a/b")])
+def test_what_is_no_store(store):
+    with pytest.raises(TypeError, match="store must be a folder, a URL such as .*, got "):
+        Store(store)
 
 
 class Unreliable(Store):
@@ -65,10 +94,10 @@ class Unreliable(Store):
         self._fail()
         return made
 
-    def get(self, name):
+    def get(self, name, most):
         self._fail()
         time.sleep(0.002)
-        return super().get(name)
+        return super().get(name, most)
 
     def sizes(self, prefix):
         self._fail()
@@ -162,10 +191,13 @@ def test_a_site_reads_each_payload_once(monkeypatch):
     both = [site(store, name, quorum=2) for name in "ab"]
     read = [[], []]
     for one, names in zip(both, read, strict=True):
-        of = one._member._run.store
-        monkeypatch.setattr(
-            of, "get", lambda name, get=of.get, to=names: (to.append(name), get(name))[1]
-        )
+        get = one._member._run.store.get
+
+        def noted(name, most, get=get, names=names):
+            names.append(name)
+            return get(name, most)
+
+        monkeypatch.setattr(one._member._run.store, "get", noted)
     for step in range(3):
         calls = [
             lambda one=one, step=step: one.exchange(moved(one.params, step), tokens=1, wait=True)
