@@ -10,6 +10,7 @@ import numpy as np
 
 from optax_ext._error_feedback import _owner
 from optax_ext._state import _find, _nnx, _wrappers
+from optax_ext._train import _skipped
 from optax_ext._transforms import _xi
 from sparse_collectives import _compat, _validation
 
@@ -109,7 +110,8 @@ class Monitor:
 
     Between two writes it does nothing, and so does not wait for steps. With several processes each
     process has to call it, since the residuals are spread over all of them; only the first one
-    writes. It warns once if copies of a residual were left out (``copied``).
+    writes. It warns once if copies of a residual were left out (``copied``), and if all steps from
+    one write to the next, ten or more, were skipped.
 
     Args:
       write: called with the step and a dict of floats, as the ``write_scalars`` of
@@ -138,6 +140,8 @@ class Monitor:
         self._prefix = prefix
         self._calls = 0
         self._warned = False
+        self._seen = 0.0, 0.0
+        self._all_skipped = False
         self._metrics = jax.jit(metrics)
 
     def __call__(self, opt_state: Any, step: int | None = None) -> None:
@@ -149,6 +153,11 @@ class Monitor:
         values = jax.device_get(self._metrics(_nnx.arrays(opt_state)))
         # In a state of pmap every worker has a copy of what all have alike.
         values = {name: float(np.max(x)) for name, x in values.items()}
+        now = values.get("steps", 0.0), values.get("skipped", 0.0)
+        if not self._all_skipped:
+            counts = [new - old for new, old in zip(now, self._seen, strict=True)]
+            self._all_skipped = _skipped.warn_if_all(counts, 2)
+        self._seen = now
         if values.get("copied", 0) and not self._warned:
             self._warned = True
             warnings.warn(
