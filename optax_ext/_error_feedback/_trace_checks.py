@@ -36,8 +36,10 @@ class UnboundAxisError(ValueError):
             message = (
                 f"axis={axis!r} is not bound here. Make the state with optax_ext.init_state(tx, "
                 "params, mesh), on a mesh with that axis, or call tx.init under "
-                "jax.set_mesh(mesh). If other code calls tx.init, as flax's TrainState.create and "
-                "nnx.Optimizer do, give it optax_ext.with_mesh(tx, mesh). Call tx.update in a step "
+                "jax.set_mesh(mesh); in a program of jax.pmap map what calls it, "
+                f"jax.pmap(create, axis_name={axis!r}). If other code calls tx.init, as flax's "
+                "TrainState.create and nnx.Optimizer do, give it optax_ext.with_mesh(tx, mesh). "
+                "Call tx.update in a step "
                 "with @optax_ext.data_parallel instead of @jax.jit or @nnx.jit, or inside "
                 "jax.shard_map, jax.pmap or sparse_collectives.simulate; "
                 "optax_ext.make_train_step does that."
@@ -180,7 +182,9 @@ def check_residual(residual: Any, size: int, axis: AxisName) -> None:
             f"see one: the state was made for {lead} workers and passed whole, or for "
             f"{lead * here} and is split over {here}. Pass it with "
             "in_specs=optax_ext.state_specs(opt_state), or make a state for "
-            f"{here} workers with optax_ext.init_state(tx, params, mesh)."
+            f"{here} workers with optax_ext.init_state(tx, params, mesh). (jax.pmap has no "
+            "in_specs: make the state with jax.pmap(tx.init, axis_name=...), and pass it with "
+            "in_axes=0.)"
         )
     raise ValueError(
         f"state.residual has shape {tuple(residual.shape)}, expected (1, {size}) inside the mapped "
@@ -230,10 +234,20 @@ def _averaged(axis: AxisName) -> str:
 def warn_without_ahead(updates: Any, state: Any, params: Any) -> None:
     """Warns if a gradient was taken at the parameters although the optimizer looks ahead.
 
-    The equations show that it was made from ``params`` and not from the residual. They do not
-    show how another program computed a gradient.
+    Also if the update itself is for the look-ahead parameters. The equations show that it was made
+    from ``params`` and not from the residual. They do not show how another program computed a
+    gradient.
     """
     if not state.settings.step_ahead or params is None or not state.layout.size:
+        return
+    if depends_on(jax.tree.leaves(params), [state.residual]):
+        warnings.warn(
+            "tx.update was given the look-ahead parameters of this worker, which then become "
+            "those of the model and differ between the workers: only the gradient is taken at "
+            "optax_ext.ahead(params, opt_state). Give params to tx.update and to "
+            "optax.apply_updates.",
+            stacklevel=level_of_caller(),
+        )
         return
     leaves = jax.tree.leaves(updates)
     if not depends_on(leaves, jax.tree.leaves(params)):

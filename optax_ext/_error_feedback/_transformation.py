@@ -20,6 +20,7 @@ from optax_ext._error_feedback import (
     _param_sharding,
     _phases,
     _roles,
+    _same_params,
     _sparse_state,
     _trace_checks,
 )
@@ -56,6 +57,7 @@ class Transformation:
         layout = dataclasses.replace(
             _layout.layout_of(params, "params"), sharding=_param_sharding.sharding_of(params, axis)
         )
+        _same_params.check(params, axis)
         part = _layout.device_layout(layout)
         # Shapes of the parts, since a flat run of a matrix is not a matrix.
         shapes = zip(part.shapes, part.dtypes, strict=True)

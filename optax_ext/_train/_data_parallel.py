@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_ext._error_feedback import _equations
 from optax_ext._state import _find, _host_checks, _nnx, _placement, _specs, _wrappers
-from optax_ext._train import _ahead, _arrays, _examples, _mapped, _places
+from optax_ext._train import _ahead, _arrays, _examples, _mapped, _places, _skipped
 from sparse_collectives import AxisName, _compat, transport
 
 _ARRAY, _WHOLE = object(), PartitionSpec()
@@ -89,6 +89,7 @@ def data_parallel(
     chosen = _examples.Chosen(step, examples)
     made: dict[Any, Any] = {}
     queues: dict[Any, _arrays.Queue] = {}
+    skipped = _skipped.Watch()
 
     @functools.partial(jax.jit, static_argnums=0, donate_argnums=1 if donate else ())
     def jitted(static: Any, kept: list[Any], batch: list[Any]) -> Any:
@@ -155,6 +156,7 @@ def data_parallel(
         given_back, kinds = made[static]
         left = list(map(iter, rows))
         results, modules = _joined(given_back, [next(left[kind]) for kind in kinds])
+        skipped.see((results, modules), 2)
         for module, new in zip(filter(_nnx.is_module, args), modules, strict=True):
             _nnx.nnx().update(module, _nnx.nnx().state(new))
         return results

@@ -6,11 +6,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from optax_ext._error_feedback import _owner
 from optax_ext._state import _find, _nnx, _wrappers
+from optax_ext._train import _skipped
 from optax_ext._transforms import _xi
-from sparse_collectives import _validation
+from sparse_collectives import _compat, _validation
 
 Writer = Callable[[int, dict[str, float]], Any]
 
@@ -28,7 +30,8 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
 
       - ``steps``, ``skipped``, ``dropped``, ``withheld``: the counters of the state, and
         ``missed``, summed over the workers.
-      - ``copied``: workers that received the residual of another one and left it out.
+      - ``copied``: workers that received the residual of another one and left it out, or whose
+        residual is not in the state, as after ``jax.pmap(..., out_axes=None)``.
       - ``clipped``: counts selections whose scheduled density was out of range
         (:func:`sparse_collectives.select.scheduled`). All entries below describe the last step;
         with ``every``, read them after a step that has an exchange.
@@ -68,7 +71,7 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
         "dropped": sum(state.dropped for state in states),
         "withheld": sum(state.withheld for state in states),
         "missed": sum(sum(jnp.sum(x) for x in jax.tree.leaves(state.missed)) for state in states),
-        "copied": jnp.sum(_owner.has_left_out(largest.owner)),
+        "copied": jnp.sum(_owner.has_left_out(largest.owner)) + _absent(largest),
         "clipped": _clipped(states),
         "effective_density": jnp.mean(info.selected) / max(size, 1),
         "delivered_density": info.delivered / max(sum(s.layout.size for s in states), 1),
@@ -83,6 +86,13 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
         "xi": _xi.last(opt_state),
     }
     return {name: jnp.asarray(value, jnp.float32) for name, value in values.items()}
+
+
+def _absent(state: Any) -> int:
+    """The workers without a row, seen from outside of the mapped function."""
+    axis = state.settings.axis
+    inside = bool(_compat.ranks(axis)) or _compat.axis_is_bound(axis)
+    return 0 if inside else max(state.settings.workers - state.workers, 0)
 
 
 def _clipped(states: list[Any]) -> jax.Array | int:
@@ -100,7 +110,8 @@ class Monitor:
 
     Between two writes it does nothing, and so does not wait for steps. With several processes each
     process has to call it, since the residuals are spread over all of them; only the first one
-    writes. It warns once if copies of a residual were left out (``copied``).
+    writes. It warns once if copies of a residual were left out (``copied``), and if all steps from
+    one write to the next, ten or more, were skipped.
 
     Args:
       write: called with the step and a dict of floats, as the ``write_scalars`` of
@@ -129,6 +140,8 @@ class Monitor:
         self._prefix = prefix
         self._calls = 0
         self._warned = False
+        self._seen = 0.0, 0.0
+        self._all_skipped = False
         self._metrics = jax.jit(metrics)
 
     def __call__(self, opt_state: Any, step: int | None = None) -> None:
@@ -138,14 +151,23 @@ class Monitor:
         if step % self._every:
             return
         values = jax.device_get(self._metrics(_nnx.arrays(opt_state)))
+        # In a state of pmap every worker has a copy of what all have alike.
+        values = {name: float(np.max(x)) for name, x in values.items()}
+        now = values.get("steps", 0.0), values.get("skipped", 0.0)
+        if not self._all_skipped:
+            counts = [new - old for new, old in zip(now, self._seen, strict=True)]
+            self._all_skipped = _skipped.warn_if_all(counts, 2)
+        self._seen = now
         if values.get("copied", 0) and not self._warned:
             self._warned = True
             warnings.warn(
                 f"{int(values['copied'])} workers were given the residual of another one and left "
-                "it out: the state of one was copied to all, as flax.jax_utils.unreplicate and "
-                "replicate around a checkpoint do. The residuals of the others are lost. Save the "
-                "whole state, with its leading axis (docs/checkpoints.md, pmap).",
+                "it out, or the state has one row for all workers: the state of one was copied to "
+                "all, as flax.jax_utils.unreplicate and replicate around a checkpoint do, or "
+                "jax.pmap returned it with out_axes=None, so that a checkpoint has worker 0's "
+                "residual only. Give the state in_axes=0 and out_axes=0, and save it whole, with "
+                "its leading axis (docs/checkpoints.md, pmap).",
                 stacklevel=2,
             )
         if jax.process_index() == 0:
-            self._write(step, {self._prefix + name: float(x) for name, x in values.items()})
+            self._write(step, {self._prefix + name: x for name, x in values.items()})

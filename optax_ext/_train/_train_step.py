@@ -10,7 +10,7 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from optax_ext._state import _host_checks, _placement, _whole_optimizers
-from optax_ext._train import _arrays, _mapped, _places
+from optax_ext._train import _arrays, _mapped, _places, _skipped
 
 
 def make_train_step(
@@ -143,6 +143,7 @@ class TrainStep:
         self._mesh = mesh
         self._batch_spec = batch_spec
         self._queue = _arrays.Queue(in_flight)
+        self._skipped = _skipped.Watch()
         self._donates = donates
         self._in_rounds = in_rounds
         self._returned = _arrays.Returned((), (), None)
@@ -182,6 +183,7 @@ class TrainStep:
         self._returned = _arrays.Returned(results[0], results[1], places)
         # The loss is new at each step, and is never donated.
         self._queue.add(results[2])
+        self._skipped.see(results[1], 2)
         return results
 
     @property

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext._error_feedback import _groups, _trace_checks
+from optax_ext._error_feedback import _groups, _same_params, _trace_checks
 from optax_ext._error_feedback._dense_state import DenseState
 from sparse_collectives import AxisName, _compat, _validation, extend, transport
 
@@ -66,7 +66,7 @@ def dense(
         dtype = jnp.dtype(dtype)
 
     def init(params: Any) -> DenseState:
-        del params
+        _same_params.check(params, axis)
         zero = jnp.zeros((), jnp.int32)
         return DenseState(zero, jnp.zeros_like(zero), jnp.float32(0), _compat.static_axis(axis))
 
