@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from sparse_collectives import allreduce
 from sparse_collectives._types import Codec, SparseAllreduce
 from sparse_collectives.allreduce import published
+from sparse_collectives.allreduce._parts._few_bits import FEW
 from sparse_collectives.cost_model import _formulas as flat
 from sparse_collectives.cost_model import _two_levels as nodes
 from sparse_collectives.cost_model._codecs import codec_sizes
@@ -95,7 +96,7 @@ def _density(workload: Workload) -> dict[str, Any]:
 
 
 def _few_bits(workload: Workload) -> dict[str, Any]:
-    return _density(workload) | {"bits": None}
+    return _density(workload) | {"bits": tuple(FEW)}
 
 
 def _buckets(workload: Workload) -> dict[str, Any]:
@@ -132,7 +133,7 @@ _PARTITIONED = Algorithm(
     "partitioned_topk",
     allreduce.partitioned_topk,
     _density,
-    flat.partitioned_topk(bits=32),
+    flat.partitioned_topk(None),
     full_sums=True,
 )
 
@@ -172,7 +173,7 @@ _ROWS = (
     _PARTITIONED._replace(
         name="partitioned_topk(few)",
         arguments=_few_bits,
-        formula=flat.partitioned_topk(bits=None),
+        formula=flat.partitioned_topk(FEW),
         lossy=True,
     ),
     Algorithm(
