@@ -67,8 +67,7 @@ def partitioned_topk(
       as ``overflow``. ``undelivered`` is exact in float32.
 
     Raises:
-      ValueError: an argument out of its range; at ``reduce``, an axis that is not bound, or no
-        accumulator with few bits.
+      ValueError: an argument out of its range; at ``reduce``, an axis that is not bound.
 
     References:
       Exclusive partitions of the indices: Yoon and Oh, `MiCRO
@@ -121,11 +120,6 @@ def partitioned_topk(
         with jax.named_scope("partitioned_topk/values"):
             if plan.bits is None:
                 total, undelivered = _sums.sum_at(indices.reshape(-1), acc, coo, axis)
-            elif acc is None:
-                raise ValueError(
-                    f"partitioned_topk(bits={tuple(plan.bits)}) needs the accumulator, since a "
-                    "code of few bits has no 0. Give acc=, or take bits=32."
-                )
             else:
                 total, undelivered = _few_bits.sum_at(indices, acc, coo, axis, plan.bits)
         sent = mine.count()

@@ -10,13 +10,14 @@ def to_bfloat16(x):
     return (bits.astype(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
 
 
-def mean_without_outliers(magnitudes, most=4.0, passes=3):
+def mean_without_outliers(magnitudes, slots):
     """The mean of ``f[m]`` in which none counts for more than a multiple of the mean before."""
     if not len(magnitudes):
         return 0.0
+    most = min(4, max(1.25, slots / 4))
     found = np.mean(magnitudes)
-    for _ in range(passes):
-        found = np.mean(np.minimum(magnitudes, most * found))
+    while (following := np.mean(np.minimum(magnitudes, most * found))) < 0.9999 * found:
+        found = following
     return found
 
 
@@ -27,15 +28,17 @@ def arrives(values, bits, block=256):
     for start in range(0, len(values), block):
         part = values[start : start + block]
         magnitude = np.abs(part)
-        mean = mean_without_outliers(magnitude)
+        mean = mean_without_outliers(magnitude, len(values))
         at = np.arange(start, start + len(part))
         sign = np.where((part < 0) | ((part == 0) & (at % 2 == 1)), -1.0, 1.0)
         if bits == 1:
             found = sign * to_bfloat16(mean)
         elif bits == 2:
             high = magnitude > mean
-            low = to_bfloat16(mean_without_outliers(magnitude[~high]))
-            found = sign * np.where(high, to_bfloat16(mean_without_outliers(magnitude[high])), low)
+            low = to_bfloat16(mean_without_outliers(magnitude[~high], len(values)))
+            found = sign * np.where(
+                high, to_bfloat16(mean_without_outliers(magnitude[high], len(values))), low
+            )
         else:
             most = 2 ** (bits - 1) - 1
             step = to_bfloat16(min(4 * mean, magnitude.max()) / most)

@@ -16,6 +16,7 @@ since it would make all others too large, or round them to 0. It waits for the s
 worker owns the index: then it is in the sum as it is, and arrives as the largest code.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -23,8 +24,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_collectives import transport
-from sparse_collectives._data import PaddedCOO
-from sparse_collectives._sparse_ops import _bits
+from sparse_collectives._data import PaddedCOO, only_where
+from sparse_collectives._sparse_ops import _bits, _bitset
 from sparse_collectives._types import AxisName, Undelivered
 from sparse_collectives.allreduce._parts import _frame
 from sparse_collectives.transport import _dispatch
@@ -33,8 +34,8 @@ from sparse_collectives.transport import _dispatch
 BLOCK = 256
 # A magnitude counts up to this multiple of the mean, and steps reach so far.
 _MOST = 4.0
-# Each time a single outlier among 256 equal magnitudes falls to a 64th.
-_PASSES = 3
+# An outlier that is larger by so many octaves is left out of a mean.
+_OCTAVES = 20
 _SCALE_BITS = 16
 
 
@@ -55,13 +56,14 @@ FEW = FewBits(1, 3)
 
 
 def sum_at(
-    indices: jax.Array, acc: jax.Array, coo: PaddedCOO, axis: AxisName, bits: FewBits
+    indices: jax.Array, acc: jax.Array | None, coo: PaddedCOO, axis: AxisName, bits: FewBits
 ) -> tuple[PaddedCOO, Undelivered]:
     """One all_to_all of the values of all workers at ``indices``, and one all_gather of the sums.
 
     Args:
       indices: ``i32[P, c]``, the same on every worker, unique but for padding; worker i owns row i.
-      acc: ``f[n]``, the values of this worker.
+      acc: ``f[n]``, the values of this worker. None: only its selection, and it clears no other
+        entry; the errors of the codes of others are added to what it keeps.
       coo: its selection.
       axis: the workers.
       bits: the bits of a code.
@@ -72,7 +74,8 @@ def sum_at(
     workers, me = transport.axis_size(axis), transport.axis_index(axis)
     slots, exists = indices.shape[1], indices < coo.size
     # Unsigned, because jax tests for each signed index whether it counts from the end.
-    held = acc.at[indices.astype(jnp.uint32)].get(mode="fill", fill_value=0)
+    values = coo.to_dense() if acc is None else acc
+    held = values.at[indices.astype(jnp.uint32)].get(mode="fill", fill_value=0)
     mine = _frame.within_range(held, workers).astype(jnp.float32)
     message, arrives = encode(mine, exists, bits.up)
     received = decode(transport.all_to_all(message, axis), slots, bits.up)
@@ -88,10 +91,13 @@ def sum_at(
     # A sum that is not finite reaches all workers, and no worker keeps it.
     kept = jnp.where(jnp.isfinite(total), kept, 0).astype(coo.values.dtype)
     total = jnp.where(exists, total, 0).astype(coo.values.dtype)
-    undelivered = Undelivered.of(coo, coo.values)
-    rest = PaddedCOO(kept.reshape(-1), indices.reshape(-1), coo.size)
-    undelivered = undelivered._replace(rest_at_total=rest)
-    return PaddedCOO(total.reshape(-1), indices.reshape(-1), coo.size), undelivered
+    flat, kept = indices.reshape(-1), kept.reshape(-1)
+    rest, others = PaddedCOO(kept, flat, coo.size), []
+    if acc is None:
+        selected = _bitset.contains(_bitset.of_unique(coo.indices, coo.size), flat)
+        rest, others = only_where(selected, rest), [only_where(~selected, rest)]
+    undelivered = Undelivered.of(coo, coo.values, others)._replace(rest_at_total=rest)
+    return PaddedCOO(total.reshape(-1), flat, coo.size), undelivered
 
 
 def sum_words(slots: int, workers: int, bits: FewBits) -> float:
@@ -120,10 +126,10 @@ def encode(values: jax.Array, exists: jax.Array, bits: int) -> tuple[jax.Array, 
     magnitude = _in_blocks(jnp.where(exists, jnp.abs(values), 0))
     used = _in_blocks(exists)
     slots = values.shape[1]
-    scale = _mean(magnitude, used)
+    scale = _mean(magnitude, used, slots)
     if bits == 2:
         is_high = magnitude > scale[..., None]
-        low, high = (_mean(magnitude, used & side) for side in (~is_high, is_high))
+        low, high = (_mean(magnitude, used & side, slots) for side in (~is_high, is_high))
         scales = jnp.concatenate([_rounded(low), _rounded(high)], axis=-1)
         code = _flat(is_high, slots).astype(jnp.int32) | (_is_negative(values) << 1)
     elif bits == 1:
@@ -170,18 +176,22 @@ def _scales_of(slots: int, bits: int) -> int:
     return -(-slots // BLOCK) * (1 if bits == 1 else 2)
 
 
-def _mean(magnitude: jax.Array, where: jax.Array) -> jax.Array:
+def _mean(magnitude: jax.Array, where: jax.Array, slots: int) -> jax.Array:
     """The mean ``f32[r, b]`` of ``f32[r, b, BLOCK]`` where ``where``, without far larger ones."""
     count = jnp.maximum(1, jnp.sum(where, axis=-1, dtype=jnp.int32)).astype(jnp.float32)
+    # In a short block an outlier has a large share of the mean.
+    most = min(_MOST, max(1.25, slots / 4))
+    # Each pass divides the share of a single outlier by this.
+    octaves = math.log2(max(1.1, min(slots, BLOCK) / most))
 
-    def mean(most: jax.Array) -> jax.Array:
-        counted = jnp.where(where, jnp.minimum(magnitude, most[..., None]), 0)
+    def mean(top: jax.Array) -> jax.Array:
+        counted = jnp.where(where, jnp.minimum(magnitude, top[..., None]), 0)
         # Divided first, because the sum may overflow.
         return jnp.sum(counted / BLOCK, axis=-1) * (BLOCK / count)
 
     found = mean(jnp.full(count.shape, jnp.inf, jnp.float32))
-    for _ in range(_PASSES):
-        found = mean(_MOST * found)
+    for _ in range(min(10, math.ceil(_OCTAVES / octaves))):
+        found = mean(most * found)
     return found
 
 
