@@ -21,7 +21,7 @@ from sparse_collectives.cost_model._numbers import PROGRAMS, Program
 # Slots for every entry that may arrive.
 _ALL = {"slack": math.inf, "fill": math.inf}
 # The encodings of value-index pairs.
-PAIR_CODECS = ("raw", "bf16", "narrow16", "narrow8")
+PAIR_CODECS = ("raw", "elias_fano", "bf16", "narrow16", "narrow8")
 
 
 class Algorithm(NamedTuple):

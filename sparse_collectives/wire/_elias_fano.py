@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sparse_collectives import _validation
 from sparse_collectives._data import PaddedCOO
 from sparse_collectives._sparse_ops import _elias_fano
 from sparse_collectives._spec import Spec
@@ -20,6 +21,9 @@ def elias_fano() -> Codec:
     below n each takes ``log2(n / c) + 2`` bits or less, 6.3 at a density of 5 % and 11.6 at 0.1 %.
     A pair arrives to the bit, in ascending order. A message that a selector or a merge has made
     is in order already; another one is sorted before it is sent.
+
+    Raises:
+      TypeError: at ``encode``, values that are not of a floating type.
 
     Returns:
       A :class:`Codec`, with ``exact``. ``c`` pairs of 32-bit values take 1.2 to 1.4 ``c`` words at
@@ -52,6 +56,7 @@ def elias_fano() -> Codec:
 
 
 def _encode(coo: PaddedCOO, seed: jax.Array) -> Encoded:
+    _validation.check_float("values", coo.values.dtype, float64=True)
     shape = coo.indices.shape
     rows = (math.prod(shape[:-1]), coo.capacity)
     values, indices = _sorted(coo.values.reshape(rows), coo.indices.reshape(rows))
