@@ -192,7 +192,7 @@ _EXCHANGES: dict[str, Make] = {
     "ok_topk, 4 buckets": _around_made(optax_ext.bucketed, _OK_TOPK, 4),
     "delayed(ok_topk)": _around_made(optax_ext.delayed, _OK_TOPK),
     "partitioned_topk": _AGREED,
-    "partitioned_topk/few": _around(lambda density: allreduce.partitioned_topk(bits=(1, 3))),
+    "partitioned_topk/few": _around(lambda density: allreduce.partitioned_topk(bits=None)),
     "bucketed(partitioned_topk, 3)": _around_made(optax_ext.bucketed, _AGREED, 3),
     "delayed(partitioned_topk)": _around_made(optax_ext.delayed, _AGREED),
     "topk_a": _sparse(optax_ext.topk_a),

@@ -87,7 +87,7 @@ def sparse_adamw(
         (:func:`sparse_allreduce`). It then has a first moment, n float32 more for each worker.
         The gain is 1 by default, ``step_ahead`` is infinite, and the limit is H times as large.
       selector: the local selection; by default ``select.topk(density=density)``.
-      allreduce: the exchange; by default ``partitioned_topk(bits=(1, 3))``.
+      allreduce: the exchange; by default ``partitioned_topk(bits=None)``.
       **options: ``nonfinite``, ``residual``, ``dense_steps`` and ``dense_leaves`` of
         :func:`sparse_allreduce`. By default the residual is float32 with ``step_ahead=1.0``,
         or ``math.inf`` with ``every`` above 1.

@@ -50,7 +50,7 @@ def sparse_sgd(
       mask: the leaves with weight decay, as in ``optax.adamw``.
       every: H, the steps from one exchange to the next, as in :func:`sparse_adamw`.
       selector: the local selection; by default ``select.topk(density=density)``.
-      allreduce: the exchange; by default ``partitioned_topk(bits=(1, 3))``.
+      allreduce: the exchange; by default ``partitioned_topk(bits=None)``.
       correction: momentum before the accumulation, from :func:`momentum_correction`.
       **options: ``nonfinite``, ``residual``, ``dense_steps`` and ``dense_leaves``, with the same
         defaults as in :func:`sparse_adamw`.

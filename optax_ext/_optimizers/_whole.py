@@ -39,7 +39,7 @@ def whole(
     """
     sparse = sparse_allreduce(
         selection(density, selector),
-        partitioned_topk(bits=(1, 3)) if allreduce is None else allreduce,
+        partitioned_topk(bits=None) if allreduce is None else allreduce,
         local=Elementwise(local.init, local.update) if elementwise else local,
         residual=_ahead_by(_options.check_every(every)) if residual is None else residual,
         every=every,

@@ -274,13 +274,22 @@ def check_global(batch: Any, mesh: Mesh, opt_state: Any, in_rounds: bool) -> Non
 def check_batch(batch: Any, mesh: Mesh, axis: AxisName) -> None:
     """Checks that the leading dimension of each leaf can be split over the workers."""
     workers = math.prod(mesh.shape[name] for name in _compat.axis_names(axis))
-    for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
-        name, shape = f"batch{jax.tree_util.keystr(path)}", jnp.shape(leaf)
-        if _is_key(leaf, workers):
+    check_arrays(batch)
+    leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
+    for path, leaf in leaves:
+        name, shape = f"batch{jax.tree_util.keystr(path)}", np.shape(leaf)
+        if is_key(leaf) and not _is_split(leaf, leaves, workers):
             raise ValueError(
                 f"{name} is one PRNG key, and each of the {workers} workers of axis {axis!r} has "
                 f"its own: give jax.random.split(key, {workers}), a new key at each step, and take "
                 f"{name}[0] in the loss."
+            )
+        if not shape and isinstance(batch, (list, tuple)) and len(batch) > 2:
+            raise ValueError(
+                f"{name} is a scalar: a batch is one tree whose arrays have the examples along "
+                f"their leading dimension, and this is a {type(batch).__name__} of {len(batch)}. "
+                "Stack examples with jax.tree.map(lambda *x: numpy.stack(x), *batch); give a "
+                f"number to each worker, jax.numpy.full({workers}, x)."
             )
         if not shape:
             raise ValueError(
@@ -295,9 +304,29 @@ def check_batch(batch: Any, mesh: Mesh, axis: AxisName) -> None:
             )
 
 
-def _is_key(leaf: Any, workers: int) -> bool:
-    """Whether it is one key of ``jax.random``, and not an array of integers for the workers."""
-    dtype, shape = jnp.result_type(leaf), jnp.shape(leaf)
+def check_arrays(batch: Any) -> None:
+    """Checks that the leaves of a batch are arrays or numbers."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
+        if not hasattr(leaf, "dtype") and not isinstance(leaf, (bool, int, float, complex)):
+            raise TypeError(
+                f"batch{jax.tree_util.keystr(path)} is {leaf!r:.60}, a {type(leaf).__name__}, and "
+                "the leaves of a batch are arrays, whose leading dimension is split over the "
+                "workers. Take it out of the batch; the loss may close over a constant."
+            )
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether it is keys of ``jax.random``: typed ones, or the two numbers of an older one."""
+    dtype = jnp.result_type(leaf)
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        return not shape
-    return dtype == jnp.uint32 and shape == (2,) and bool(2 % workers)
+        return True
+    return dtype == jnp.uint32 and np.shape(leaf) == (2,)
+
+
+def _is_split(key: Any, leaves: Any, workers: int) -> bool:
+    """Whether it is a key for each example, or two numbers that are no key."""
+    if jnp.issubdtype(jnp.result_type(key), jax.dtypes.prng_key):
+        return bool(np.shape(key))
+    # Beside two examples of another kind it may be two numbers, one for each.
+    others = [np.shape(x) for _, x in leaves if not is_key(x)]
+    return workers == 1 or bool(others) and all(shape[:1] == (2,) for shape in others)

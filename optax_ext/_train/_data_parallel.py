@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_ext._error_feedback import _equations
 from optax_ext._state import _find, _host_checks, _nnx, _placement, _specs, _wrappers
-from optax_ext._train import _ahead, _arrays, _mapped, _places
+from optax_ext._train import _ahead, _arrays, _examples, _mapped, _places
 from sparse_collectives import AxisName, _compat, transport
 
 _ARRAY, _WHOLE = object(), PartitionSpec()
@@ -22,7 +24,7 @@ _ARRAY, _WHOLE = object(), PartitionSpec()
 def data_parallel(
     step: Callable[..., Any] | None = None,
     *,
-    examples: int = 1,
+    examples: _examples.Examples = None,
     check_vma: bool = True,
     donate: bool = False,
     steps_in_flight: int | None = None,
@@ -34,12 +36,17 @@ def data_parallel(
     (:func:`with_mesh`, :func:`init_state`).
 
     Args:
-      step: a function of positional arguments, the last of which is the batch: its leaves are split
+      step: a function of positional arguments, one of which is the batch: its leaves are split
         over the workers along their leading dimension. The other arguments are the same on all
         workers, except for what the optimizer state, anywhere in them, keeps for each, and for
         typed PRNG keys (``jax.random.key``, ``nnx.Rngs``), which each worker changes into its own.
-        Leaves that are neither arrays nor integers are constants, as with ``eqx.filter_jit``.
-      examples: how many of the last arguments are the batch, such as 2 for ``step(state, x, y)``.
+        An older key, ``jax.random.PRNGKey``, is the same on all workers; ``jax.random.fold_in(key,
+        jax.lax.axis_index(axis))`` in the step makes it a worker's own. Numbers of Python are
+        traced, as by ``jax.jit``. Other leaves that are not arrays, and floats inside of modules,
+        are constants, as with ``eqx.filter_jit``.
+      examples: the batch, as the names of arguments, such as ``("x", "y")``, or as the number of
+        the last arguments that belong to it. None: the last argument that has more in it than
+        keys and numbers, such as ``batch`` in ``step(state, batch, rng)``.
       check_vma: whether the equations of the step have to prove that all workers have the same
         parameters, and the same of all else that is not averaged. False: the results of the first
         worker are taken.
@@ -52,9 +59,10 @@ def data_parallel(
       flax nnx (0.12 or newer) are updated in place, as by ``nnx.jit``.
 
     Raises:
-      ValueError: at a call: an optimizer state on no mesh, of sharded parameters or of local steps;
-        a batch that cannot be split; a result that differs between the workers and cannot be
-        averaged, or belongs to the optimizer.
+      ValueError: ``examples`` that names no argument; at a call: an optimizer state on no mesh, of
+        sharded parameters or of local steps; a batch that cannot be split, or cannot be told from
+        the other arguments; a result that differs between the workers and cannot be averaged, or
+        belongs to the optimizer.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optax_ext
@@ -78,12 +86,13 @@ def data_parallel(
             donate=donate,
             steps_in_flight=steps_in_flight,
         )
+    chosen = _examples.Chosen(step, examples)
     made: dict[Any, Any] = {}
     queues: dict[Any, _arrays.Queue] = {}
 
     @functools.partial(jax.jit, static_argnums=0, donate_argnums=1 if donate else ())
     def jitted(static: Any, kept: list[Any], batch: list[Any]) -> Any:
-        mesh, given, specs = static
+        mesh, given, specs, at = static
         arrays = [*kept, *batch]
         axis = _find.axis_of(_joined(given, arrays))
         kinds = list(dict.fromkeys([_WHOLE, *specs]))
@@ -92,11 +101,9 @@ def data_parallel(
             about: list[Any] = []
 
             def traced(arrays: list[Any]) -> list[Any]:
-                args = _joined(given, arrays)
-                own = jax.tree.map(
-                    lambda x: _own_key(x, axis) if _is_key(x) else x, args[:-examples]
-                )
-                results = step(*own, *args[-examples:]), list(filter(_nnx.is_module, own))
+                own, mine = _joined(given, arrays)
+                own = jax.tree.map(lambda x: _own_key(x, axis) if _is_key(x) else x, own)
+                results = step(*_in_order(own, mine, at)), list(filter(_nnx.is_module, own))
                 leaves, found, given_back = _split(results, _specs_of(results))
                 made[static] = given_back, [kinds.index(spec) for spec in found]
                 about.extend(zip(found, _places_of(results), strict=True))
@@ -121,14 +128,19 @@ def data_parallel(
     @functools.wraps(step)
     def everywhere(*args: Any) -> Any:
         axis, mesh = _find.axis_of(args), _mesh_of(args)
-        batch = args[-1] if examples == 1 else args[-examples:]
-        _host_checks.check_global(batch, mesh, args, in_rounds=False)
-        _host_checks.check_batch(batch, mesh, axis)
+        workers = math.prod(mesh.shape[name] for name in _compat.axis_names(axis))
+        at = chosen.positions(args, workers)
+        batch = [args[i] for i in at]
+        kept = [_with_numbers(arg) for i, arg in enumerate(args) if i not in at]
+        one = batch[0] if len(batch) == 1 else tuple(batch)
+        _host_checks.check_global(one, mesh, args, in_rounds=False)
+        _host_checks.check_batch(one, mesh, axis)
         split = jax.tree.map(lambda _: PartitionSpec(axis), batch)
-        arrays, specs, given = _split(args, (_specs_of(args[:-examples]), split))
-        static = mesh, given, tuple(specs)
+        arrays, specs, given = _split((kept, batch), (_specs_of(kept), split))
+        static = mesh, given, tuple(specs), at
         if static not in made:
             _host_checks.check_workers(args, mesh)
+            _warn_of_constants(made, static)
         where = [NamedSharding(mesh, spec) for spec in specs]
         arrays = _places.Places(where, [], where[0], sharded=False).put(arrays)
         others = len(arrays) - sum(map(_ahead.is_array, jax.tree.leaves(batch)))
@@ -137,14 +149,8 @@ def data_parallel(
             kept, batch = _arrays.unshared(kept, batch)
         if mesh not in queues:
             queues[mesh] = _arrays.Queue(_arrays.limit(steps_in_flight or 2, mesh))
-        try:
-            with _placement.around(mesh):
-                rows, done = jitted(static, kept, batch)
-        except (TypeError, ValueError) as error:
-            if static not in made and len(args) > examples + 1:
-                split = "argument was" if examples == 1 else f"{examples} arguments were"
-                error.add_note(f"Only the last {split} split over the workers (examples=).")
-            raise
+        with _placement.around(mesh):
+            rows, done = jitted(static, kept, batch)
         queues[mesh].add(done)
         given_back, kinds = made[static]
         left = list(map(iter, rows))
@@ -154,6 +160,38 @@ def data_parallel(
         return results
 
     return everywhere
+
+
+def _in_order(kept: list[Any], batch: list[Any], at: tuple[int, ...]) -> list[Any]:
+    """The arguments of a step, of which those of the batch are at the positions ``at``."""
+    others, own = iter(kept), iter(batch)
+    return [next(own if i in at else others) for i in range(len(kept) + len(batch))]
+
+
+def _with_numbers(arg: Any) -> Any:
+    """An argument whose floats, alone or in containers of Python, are weakly typed arrays."""
+    if type(arg) in (float, complex):
+        return jnp.asarray(arg)
+    if type(arg) in (list, tuple):
+        return type(arg)(map(_with_numbers, arg))
+    return {k: _with_numbers(x) for k, x in arg.items()} if type(arg) is dict else arg
+
+
+_MANY = 8
+
+
+def _warn_of_constants(made: dict[Any, Any], static: Any) -> None:
+    """Warns at a program after several that differ in their constants only."""
+    (_, (structure, fixed), *_) = static
+    others = [given[1] for (_, given, *_) in made if given[0] == structure]
+    if len(others) == _MANY and others[-1] != fixed:
+        before, now = next((x, y) for x, y in zip(others[-1], fixed, strict=True) if x != y)
+        warnings.warn(
+            "data_parallel compiles the step anew, and keeps its program, whenever a constant in "
+            f"its arguments changes, as now from {before!r} to {now!r}. Give what changes as an "
+            "array, or as an argument of its own.",
+            stacklevel=3,
+        )
 
 
 def _is_key(x: Any) -> bool:

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 from optax_ext._error_feedback import _sparse_state, _trace_checks
 from optax_ext._state import _index, _specs
 from optax_ext._state._residual_tree import ahead
+from optax_ext._train import _weights
 from sparse_collectives import AxisName, _compat, transport
 
 WHOLE = PartitionSpec()
@@ -82,6 +83,7 @@ class Step(NamedTuple):
       has_aux: whether it also returns auxiliary values.
       mesh: the mesh.
       check_vma: whether the second part has types.
+      weighted: whether the loss is a pair with the weight of its worker.
     """
 
     chain: optax.GradientTransformationExtraArgs
@@ -89,18 +91,27 @@ class Step(NamedTuple):
     has_aux: bool
     mesh: Mesh
     check_vma: bool
+    weighted: bool = False
 
     def gradients(self, workers: Workers, params: Any, opt_state: Any, batch: Any) -> Any:
         """The loss, a pair with ``has_aux``, and the gradients: ``[P, ...]``, of each worker."""
 
         def of_worker(params: Any, opt_state: Any, batch: Any) -> Any:
             def loss_fn(params: Any) -> Any:
-                return _trace_checks.check_loss(self.loss_fn(params, batch), self.has_aux)
+                result, weight = self.loss_fn(params, batch), None
+                if self.weighted:
+                    result, weight = _weights.separated(result, self.has_aux)
+                result = _trace_checks.check_loss(result, self.has_aux)
+                loss, *aux = result if self.has_aux else (result,)
+                return loss, (*aux, weight)
 
-            made = jax.value_and_grad(loss_fn, has_aux=self.has_aux)(ahead(params, opt_state))
+            differentiated = jax.value_and_grad(loss_fn, has_aux=True)
+            (loss, (*aux, weight)), gradients = differentiated(ahead(params, opt_state))
+            made = (loss, *aux) if self.has_aux else loss, gradients
             if self.check_vma:
-                loss = made[0][0] if self.has_aux else made[0]
                 _trace_checks.check_loss_is_local(loss, workers.axis)
+            if self.weighted:
+                made = _weights.shared(made, weight, workers.axis)
             return _sparse_state.with_lead(jax.tree.map(jnp.asarray, made))
 
         ins = WHOLE, workers.mapped_specs, workers.own

@@ -19,6 +19,7 @@ def make_train_step(
     mesh: Mesh,
     *,
     has_aux: bool = False,
+    weighted: bool = False,
     check_vma: bool = True,
     donate: bool = True,
     steps_in_flight: int | None = None,
@@ -43,6 +44,11 @@ def make_train_step(
       mesh: the mesh, with the axis of ``tx``.
       has_aux: whether the loss also returns auxiliary values; their mean over the
         workers is returned as a fourth result.
+      weighted: whether the loss returns the weight of its worker as well, ``(loss, weight)``, or
+        ``((loss, weight), aux)`` with ``has_aux``: with padded examples, their mean and the number
+        of those that are none. Then gradient, loss and auxiliary values are those of the whole
+        batch, ``sum(weight_i * x_i) / sum(weight_i)``, for one word in a sum; a worker of weight 0
+        adds nothing. Without it the workers count alike.
       check_vma: as in ``jax.shard_map``. It proves at trace time that the new
         parameters are the same on every worker.
       donate: whether params and opt_state are donated: updated in place, and not
@@ -73,8 +79,8 @@ def make_train_step(
         the first call of a shape, a loss that is a mean over the workers already, an axis that
         the mesh does not have, a batch whose leading dimension P does not divide, or a ``tx``
         that does not reduce the gradients over the axis, or keeps a state that differs
-        between the workers; on a mesh over several processes, a batch that is not a global
-        array.
+        between the workers; ``weighted`` with a ``tx`` that exchanges ``every`` so many steps; on
+        a mesh over several processes, a batch that is not a global array.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optax_ext
@@ -94,13 +100,20 @@ def make_train_step(
     in_flight = _arrays.limit(steps_in_flight, mesh)
     mesh = _placement.with_auto_axes(mesh)
 
-    parts = _mapped.Step(optax.with_extra_args_support(tx), loss_fn, has_aux, mesh, check_vma)
+    chain = optax.with_extra_args_support(tx)
+    parts = _mapped.Step(chain, loss_fn, has_aux, mesh, check_vma, weighted)
 
     def step(params, opt_state, batch, places):
         axis = _host_checks.axis_on(mesh, opt_state)
         _host_checks.check_batch(batch, mesh, axis)
         # With sharded parameters the compiler handles the other axes.
         workers = _mapped.Workers.of(opt_state, sharded=places is not None)
+        if weighted and workers.of_each:
+            raise ValueError(
+                "weighted=True adds up the weights of all workers at each step, and between the "
+                "exchanges of tx no worker waits for another. Divide the sum of the losses by the "
+                "same number on every worker instead, such as the mean number of examples."
+            )
         made = parts.gradients(workers, params, opt_state, batch)
         params, opt_state, loss = parts.update(workers, params, opt_state, made)
         if places is not None:
@@ -151,6 +164,7 @@ class TrainStep:
             )
         known = self._returned.places_of(params, opt_state, batch)
         if known is None:
+            _host_checks.check_arrays(batch)
             _host_checks.check_not_donated(params=params, opt_state=opt_state, batch=batch)
             if self._donates:
                 _host_checks.check_not_traced((params, opt_state, batch), self._in_rounds)

@@ -66,7 +66,7 @@ def full_sums(inner: SparseAllreduce) -> SparseAllreduce:
             indices, state, info = inner.choose(coo, state, axis=axis)
         with jax.named_scope("full_sums"):
             total, undelivered = _sums.sum_at(indices, acc, coo, axis)
-        words = jnp.float32(_sums.sum_words(indices.shape[0], workers))
+        words = jnp.float32(_sums.sum_words(indices.shape[0], workers, 32))
         info = info._replace(words=info.words + words, useful=info.useful + words)
         return total, undelivered, state, info
 

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from sparse_collectives import _hash, _validation, transport
 from sparse_collectives._data import PaddedCOO
@@ -17,10 +18,13 @@ from sparse_collectives.allreduce._parts._few_bits import FewBits
 from sparse_collectives.transport import _dispatch
 
 EXACT = 32
+NARROW = (8, 10, 16)
+# With this h, the largest integer of a worker, a value of average size is not rounded away.
+ENOUGH = 15
 
 
 def partitioned_topk(
-    density: float | None = None, *, bits: int | tuple[int, int] = EXACT
+    density: float | None = None, *, bits: int | tuple[int, int] | None = EXACT
 ) -> SparseAllreduce:
     r"""Full sums at indices of which each worker chooses a share.
 
@@ -40,26 +44,37 @@ def partitioned_topk(
     systems below give each worker one run of indices, and move its ends as they adapt to
     differences between the layers.)
 
+    With 16, 10 or 8 ``bits`` each worker rounds its values to multiples of a step, a power of two
+    that is sent for each 256 entries, and keeps the rounding error. The step suits the largest
+    of the 256 entries. If it rounds others to 0, it suits some of these at about every other turn,
+    so that an entry far above the rest does not starve them. Sums of the multiples are exact in any
+    order: a value of b bits has room for the sum of P integers, each between -h and h with
+    ``h = (2**b - 1) // (2 P)``.
+
     With a pair of ``bits``, (1, 3) for example, workers send their values to the worker that chose
     an index, as codes of one bit; it adds them to its own value, and sends the sum to all workers
     as a code of three bits. Codes have scales for each 256 entries: the mean magnitude for one bit,
-    two means for two bits, and a step for more. Each worker keeps the errors of the codes that it
-    made, so that nothing is lost, and bits do not grow with the workers. An entry far above its
-    neighbors is sent in parts, so that it starves none of them. The indices are sent as a set of
-    bits (Elias-Fano), in about half a bit more than its entropy.
+    two means for two bits, and for more a step and the largest magnitude. Each worker keeps the
+    errors of the codes that it made, so that nothing is lost, and bits do not grow with the
+    workers. An entry far above its neighbors waits until its worker chooses it, and starves none.
+
+    With fewer bits than 32 the indices are sent as a set of bits (Elias-Fano), in about half a bit
+    more than its entropy.
 
     Cost, for P selections of c slots, ``K = P c``: ``K (P-1)/P`` words received for the
     indices and ``2 K (P-1)/P`` for the values, ``3 K (P-1)/P`` in all, by one all_gather and one
-    psum, in a latency of ``3 log2 P``. With (1, 3) bits an entry takes 10.4 bits at a density of
-    5 %, 12.7 at 1 %, 14.4 at 0.3 % and 16.1 at 0.1 %, that is 0.32 to 0.50 ``K (P-1)/P`` words in
-    all, for any P, by an all_gather, an all_to_all and another all_gather. No entry can overflow on
-    the way.
+    psum, in a latency of ``3 log2 P``. With fewer bits an index takes 6.3 bits at a density of 5 %,
+    8.6 at 1 % and 12 at 0.1 %; with 16, 10 or 8 of them a value takes 32, 21 or 16, and the steps a
+    word for 256 entries. With (1, 3) bits an entry takes 10.5 bits in all at 5 %, 12.7 at 1 %,
+    14.5 at 0.3 % and 16.2 at 0.1 %, times (P-1)/P, for any P, by an all_gather, an all_to_all and
+    an all_gather of small messages. No entry can overflow on the way.
 
     Args:
       density: the largest K / n, with the share of a worker rounded up to a whole entry. A
         selection of more entries sends some of them in turn. None: everything that is selected.
-      bits: 32 for exact sums in float32; or the bits of a code on the way to the owner of an index
-        (1 to 8), and from it (3 to 8).
+      bits: 32 for exact sums in float32; 16, 10 or 8 for sums of integers, or None for the fewest
+        of these for which h is at least 15: 8 for up to 8 workers, 10 for up to 34; or a pair, the
+        bits of a code on the way to the worker that chose an index (1 to 8), and from it (3 to 8).
 
     Returns:
       A :class:`SparseAllreduce` with ``full_sums`` that shows a worker its own partition.
@@ -67,7 +82,8 @@ def partitioned_topk(
       as ``overflow``. ``undelivered`` is exact in float32.
 
     Raises:
-      ValueError: an argument out of its range; at ``reduce``, an axis that is not bound.
+      ValueError: an argument out of its range; at ``reduce``, an axis that is not bound, or
+        too many workers for the bits (127 for 8, 511 for 10, 32,767 for 16).
 
     References:
       Exclusive partitions of the indices: Yoon and Oh, `MiCRO
@@ -92,7 +108,7 @@ def partitioned_topk(
       [8.0, 0.0, 0.0, 5.0]
     """
     density = None if density is None else _validation.check_density(density)
-    few = _checked(bits)
+    bits = _checked(bits)
 
     def my_partition(count: jax.Array, axis: AxisName) -> jax.Array:
         return (transport.axis_index(axis) + count) % transport.axis_size(axis)
@@ -111,19 +127,21 @@ def partitioned_topk(
     @_frame.counted(adds=False)
     def reduce(coo: PaddedCOO, count: jax.Array, *, axis: AxisName, acc: jax.Array | None = None):
         workers = transport.axis_size(axis)
-        plan = make_plan(coo.size, coo.capacity, workers, density, few)
+        plan = make_plan(coo.size, coo.capacity, workers, density, bits)
         mine = _in_my_partition(coo, plan, my_partition(count, axis), _hash.turn(count, 0))
         with jax.named_scope("partitioned_topk/indices"):
-            gathered = transport.all_gather(plan.encoded(mine.indices), axis)
+            message = plan.encoded(mine, _hash.turn(count, 1))
+            gathered = transport.all_gather(message, axis)
         partition = (jnp.arange(workers, dtype=jnp.int32) + count) % workers
-        indices = _decoded(gathered, partition, plan)
+        indices, step = _decoded(gathered, partition, plan)
         with jax.named_scope("partitioned_topk/values"):
-            if plan.bits is None:
-                total, undelivered = _sums.sum_at(indices.reshape(-1), acc, coo, axis)
-            else:
+            if isinstance(plan.bits, FewBits):
                 total, undelivered = _few_bits.sum_at(indices, acc, coo, axis, plan.bits)
+            else:
+                chosen = indices.reshape(-1)
+                total, undelivered = _sums.sum_at(chosen, acc, coo, axis, step, plan.bits)
         sent = mine.count()
-        gather = _dispatch.words_of_all_gather(plan.index_words, workers)
+        gather = _dispatch.words_of_all_gather(plan.message_words, workers)
         values = plan.value_words
         useful = _messages.useful_words(gather, sent, plan.slots) + jnp.float32(values)
         overflow = coo.count() - sent
@@ -133,7 +151,7 @@ def partitioned_topk(
     spec = Spec.of(
         "partitioned_topk",
         density=density,
-        bits=EXACT if few is None else tuple(few),
+        bits=tuple(bits) if isinstance(bits, FewBits) else bits,
     )
     return SparseAllreduce(
         _frame.init,
@@ -142,7 +160,7 @@ def partitioned_topk(
         full_sums=True,
         local_view=local_view,
         to_global=to_global,
-        may_keep_partial_sums=few is not None,
+        may_keep_partial_sums=isinstance(bits, FewBits),
     )
 
 
@@ -152,44 +170,56 @@ class Plan(NamedTuple):
     Attributes:
       partitions: the partitions of the indices.
       slots: slots of one worker's message.
-      bits: the bits of codes; None for exact sums.
+      bits: bits of a value, or of codes.
     """
 
     partitions: _partitions.Partitions
     slots: int
-    bits: FewBits | None
+    bits: int | FewBits
 
     @property
-    def index_words(self) -> int:
-        """Words of one worker's indices."""
-        if self.bits is None:
+    def steps(self) -> int:
+        """Steps in one worker's message, a word each."""
+        in_steps = isinstance(self.bits, int) and self.bits != EXACT
+        return _sums.buckets(self.slots) if in_steps else 0
+
+    @property
+    def message_words(self) -> int:
+        """Words of one worker's indices and steps."""
+        if self.bits == EXACT:
             return self.slots
-        return _elias_fano.words(self.slots, self.partitions.width)
+        return self.steps + _elias_fano.words(self.slots, self.partitions.width)
 
     @property
     def value_words(self) -> float:
         """Words of values that each worker receives."""
         workers = self.partitions.workers
-        if self.bits is None:
-            return _sums.sum_words(workers * self.slots, workers)
-        return _few_bits.sum_words(self.slots, workers, self.bits)
+        if isinstance(self.bits, FewBits):
+            return _few_bits.sum_words(self.slots, workers, self.bits)
+        return _sums.sum_words(workers * self.slots, workers, self.bits)
 
-    def encoded(self, local: jax.Array) -> jax.Array:
-        """The message ``i32[w]`` with the ascending places of one worker's entries."""
-        if self.bits is None:
-            return local
-        return _elias_fano.encode(local, self.partitions.width)
+    def encoded(self, mine: PaddedCOO, turn: jax.Array) -> jax.Array:
+        """The message ``i32[w]`` with the ascending places of one worker's entries, and steps."""
+        if self.bits == EXACT:
+            return mine.indices
+        indices = _elias_fano.encode(mine.indices, self.partitions.width)
+        if isinstance(self.bits, FewBits):
+            return indices
+        workers = self.partitions.workers
+        sent = _frame.within_range(mine.values, workers)
+        step = _sums.steps(sent, _sums.half(self.bits, workers), turn)
+        return jnp.concatenate([lax.bitcast_convert_type(step, jnp.int32), indices])
 
     def decoded(self, messages: jax.Array) -> jax.Array:
-        """The places ``i32[P, c]`` in the messages ``i32[P, w]`` of all workers."""
-        if self.bits is None:
+        """The places ``i32[P, c]`` in the messages of all workers, without their steps."""
+        if self.bits == EXACT:
             return messages
         width = self.partitions.width
         return jax.vmap(lambda message: _elias_fano.decode(message, self.slots, width))(messages)
 
 
 def make_plan(
-    size: int, capacity: int, workers: int, density: float | None, bits: FewBits | None
+    size: int, capacity: int, workers: int, density: float | None, bits: int | FewBits | None
 ) -> Plan:
     """The plan for selections of ``capacity`` slots of a vector of length ``size``."""
     partitions = _partitions.make_partitions(size, workers)
@@ -197,19 +227,29 @@ def make_plan(
     if density is not None:
         k = _validation.count_from_density(density, size)
         slots = min(slots, math.ceil(k / workers))
-    return Plan(partitions, slots, bits)
+    chosen = _fewest(workers) if bits is None else bits
+    if isinstance(chosen, int) and chosen != EXACT and not _sums.half(chosen, workers):
+        raise ValueError(
+            f"bits={chosen} is too few for the sum of {workers} workers. Give bits=32."
+        )
+    return Plan(partitions, slots, chosen)
 
 
-def _checked(bits: Any) -> FewBits | None:
+def _fewest(workers: int) -> int:
+    enough = (bits for bits in NARROW if _sums.half(bits, workers) >= ENOUGH)
+    return next(enough, NARROW[-1])
+
+
+def _checked(bits: Any) -> int | FewBits | None:
     if isinstance(bits, tuple | list):
         found = tuple(bits)
         if len(found) == 2 and found[0] in range(1, 9) and found[1] in range(3, 9):
             return FewBits(*found)
-    elif bits == EXACT:
-        return None
+    elif bits in (EXACT, *NARROW, None) and not isinstance(bits, bool):
+        return bits
     raise ValueError(
-        "bits must be 32, or a pair (up, down) with 1 to 8 bits on the way to the owner of an "
-        f"index and 3 to 8 bits from it, such as (1, 3), got {bits!r}."
+        "bits must be 32, 16, 10 or 8, or None for the fewest that are enough for the workers, or "
+        f"a pair of 1 to 8 bits up and 3 to 8 bits down, such as (1, 3), got {bits!r}."
     )
 
 
@@ -234,19 +274,23 @@ def _in_my_partition(
     return _compaction.bounded(mine, plan.slots, turn)[0]
 
 
-def _decoded(gathered: jax.Array, partition: jax.Array, plan: Plan) -> jax.Array:
-    """The indices ``i32[P, c]`` that each worker selected, from its message."""
-    partitions = plan.partitions
+def _decoded(
+    gathered: jax.Array, partition: jax.Array, plan: Plan
+) -> tuple[jax.Array, jax.Array | None]:
+    """The indices ``i32[P, c]`` that each worker selected, and the step of each, ``f32[P c]``."""
+    partitions, packed = plan.partitions, gathered[:, plan.steps :]
 
-    def indices_of(gathered: jax.Array, partition: jax.Array) -> jax.Array:
-        return partitions.place(plan.decoded(gathered), partition[:, None])
+    def indices_of(packed: jax.Array, partition: jax.Array) -> jax.Array:
+        return partitions.place(plan.decoded(packed), partition[:, None])
 
-    def none(gathered: jax.Array, partition: jax.Array) -> jax.Array:
+    def none(packed: jax.Array, partition: jax.Array) -> jax.Array:
         del partition
         # The result has the type of the gathered array.
-        shape = (gathered.shape[0], plan.slots)
-        return jnp.full_like(gathered, partitions.size, shape=shape)
+        return jnp.full_like(packed, partitions.size, shape=(packed.shape[0], plan.slots))
 
-    nothing = partitions.width if plan.bits is None else 0
-    any_entry = jnp.any(gathered != nothing)
-    return once(any_entry, indices_of, none, gathered, partition)
+    any_entry = jnp.any(packed != (partitions.width if plan.bits == EXACT else 0))
+    indices = once(any_entry, indices_of, none, packed, partition)
+    if not plan.steps:
+        return indices, None
+    step = lax.bitcast_convert_type(gathered[:, : plan.steps], jnp.float32)
+    return indices, _sums.of_slots(step, plan.slots).reshape(-1)

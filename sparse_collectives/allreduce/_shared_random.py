@@ -93,7 +93,7 @@ def shared_random(density: float, *, seed: int = 0) -> SparseAllreduce:
             # The indices do not depend on the selection, which is empty if a step is skipped.
             indices = drawn(state, coo.size)
             total, undelivered = _sums.sum_at(indices, acc, coo, axis, gives=coo.count() > 0)
-        info = ReduceInfo.of(total, _sums.sum_words(total.capacity, workers))
+        info = ReduceInfo.of(total, _sums.sum_words(total.capacity, workers, 32))
         return total, undelivered, _frame.StepState(state.count + 1), info
 
     spec = Spec.of("shared_random", density=density, seed=seed)

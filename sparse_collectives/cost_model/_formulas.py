@@ -197,19 +197,19 @@ def spardl(w: Workload, codec: MessageSizes) -> Estimate:
     return certain(reduced + gathered)
 
 
-def partitioned_topk(bits: FewBits | None) -> Formula:
+def partitioned_topk(bits: int | FewBits | None) -> Formula:
     """The allgather of the parts' indices, and the sums of the values of all workers there."""
 
     def formula(w: Workload, codec: MessageSizes) -> Estimate:
         del codec
         plan = _partitioned_topk.make_plan(w.size, w.selected, w.workers, w.density, bits)
         slots = plan.slots
-        indices = _all_gather(plan.index_words, w.workers)
-        if bits is None:
-            values = _even(2 * log2_rounds(w.workers), plan.value_words, slots * w.workers)
-        else:
-            up, down = (_few_bits.words(slots, each) for each in bits)
+        indices = _all_gather(plan.message_words, w.workers)
+        if isinstance(plan.bits, FewBits):
+            up, down = (_few_bits.words(slots, each) for each in plan.bits)
             values = _all_to_all(up, w.workers, slots) + _all_gather(down, w.workers, slots)
+        else:
+            values = _even(2 * log2_rounds(w.workers), plan.value_words, slots * w.workers)
         return certain(indices + values)
 
     return formula
@@ -218,7 +218,7 @@ def partitioned_topk(bits: FewBits | None) -> Formula:
 def shared_random(w: Workload, codec: MessageSizes) -> Estimate:
     """The sum of k values; no index is sent."""
     del codec
-    words = _sums.sum_words(w.selected, w.workers)
+    words = _sums.sum_words(w.selected, w.workers, 32)
     return certain(_even(2 * log2_rounds(w.workers), words, w.selected))
 
 

@@ -96,6 +96,10 @@ def _density(workload: Workload) -> dict[str, Any]:
 
 
 def _few_bits(workload: Workload) -> dict[str, Any]:
+    return _density(workload) | {"bits": None}
+
+
+def _fewer_bits(workload: Workload) -> dict[str, Any]:
     return _density(workload) | {"bits": tuple(FEW)}
 
 
@@ -133,7 +137,7 @@ _PARTITIONED = Algorithm(
     "partitioned_topk",
     allreduce.partitioned_topk,
     _density,
-    flat.partitioned_topk(None),
+    flat.partitioned_topk(bits=32),
     full_sums=True,
 )
 
@@ -173,6 +177,12 @@ _ROWS = (
     _PARTITIONED._replace(
         name="partitioned_topk(few)",
         arguments=_few_bits,
+        formula=flat.partitioned_topk(bits=None),
+        lossy=True,
+    ),
+    _PARTITIONED._replace(
+        name="partitioned_topk(1, 3)",
+        arguments=_fewer_bits,
         formula=flat.partitioned_topk(FEW),
         lossy=True,
     ),
@@ -196,7 +206,8 @@ def predict(name: str, workload: Workload, codec: str = "raw") -> Estimate:
 
     Args:
       name: a key of ``ALGORITHMS``: the name in ``sparse_collectives.allreduce``,
-        ``partitioned_topk(few)`` for ``partitioned_topk`` with the fewest bits, or
+        ``partitioned_topk(few)`` for sums of integers of the fewest bits,
+        ``partitioned_topk(1, 3)`` for one bit up and three down, or
         ``hierarchical(...)`` around a name.
       workload: n, k and P, and the workers of a node if there are two levels.
       codec: the name of a factory in ``sparse_collectives.wire``.

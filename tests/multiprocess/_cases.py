@@ -40,7 +40,7 @@ REDUCTIONS = {
         DENSITY, axis="data", selector=select.threshold_reuse(density=DENSITY)
     ),
     "partitioned_topk": lambda: optax_ext.sparse_allreduce(
-        select.topk(density=DENSITY), allreduce.partitioned_topk(bits=(1, 3)), axis="data"
+        select.topk(density=DENSITY), allreduce.partitioned_topk(bits=None), axis="data"
     ),
     "dense": lambda: optax_ext.dense(axis="data"),
 }

@@ -85,7 +85,7 @@ ROWS = {
     "spardl": of(ar.spardl(density=DENSITY)),
     "topk_dsa": Row(optax_ext.published.topk_dsa(DENSITY, axis="w"), (8,)),
     "partitioned_topk": of(ar.partitioned_topk(), quick=True),
-    "partitioned_topk, few bits": of(ar.partitioned_topk(bits=(1, 3)), quick=True),
+    "partitioned_topk, few bits": of(ar.partitioned_topk(bits=None), quick=True),
     "full_sums": of(ar.full_sums(OK_TOPK)),
     "shared_random": of(ar.shared_random(density=DENSITY), quick=True),
     "nodes, shared_random": over_nodes(ar.shared_random(density=DENSITY)),
@@ -139,14 +139,14 @@ ROWS = {
     **{
         f"rounds, limit, {name}": of(exchange, limit=0.5, **ROUNDS)
         for name, exchange in (
-            ("partitioned_topk, few bits", ar.partitioned_topk(bits=(1, 3))),
+            ("partitioned_topk, few bits", ar.partitioned_topk(bits=None)),
             ("gtopk", ar.published.gtopk(density=DENSITY)),
             ("dsar", ar.published.dsar_split_allgather()),
             ("full_sums", ar.full_sums(OK_TOPK)),
         )
     },
     "rounds, narrow leaves": of(
-        ar.partitioned_topk(bits=(1, 3)),
+        ar.partitioned_topk(bits=None),
         quick=True,
         limit=0.5,
         **ROUNDS | {"row": ROUNDS["row"] | NARROW_LEAVES},

@@ -23,7 +23,7 @@ OPTIONS = {
     "ok_topk, the paper's": {"paper": True},
     "ring_sparse, no slack": {"slack": 1.0, "fill": 1.0},
     "ssar_recursive_double, bounded": {"capacity": 4},
-    "partitioned_topk, few bits": {"bits": (1, 3)},
+    "partitioned_topk, few bits": {"bits": None},
 }
 
 

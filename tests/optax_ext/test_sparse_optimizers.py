@@ -100,7 +100,7 @@ def test_flat_buffers_of_adamw_get_what_the_leaves_would(labels, nonfinite):
     )
     tree = optax_ext.sparse_allreduce(
         sc.select.topk(density=0.2),
-        sc.allreduce.partitioned_topk(bits=(1, 3)),
+        sc.allreduce.partitioned_topk(bits=None),
         local=optax.chain(LOCAL_ADAM(eps=EPS), optax.scale_by_learning_rate(0.05)),
         residual=optax_ext.residual(step_ahead=1.0),
         limit=0.1,
@@ -145,7 +145,7 @@ def waiting(state):
 
 sparse_sgd = functools.partial(optax_ext.sparse_sgd, 0.1, density=0.1, axis="data")
 HIERARCHICAL = sc.allreduce.hierarchical(
-    inner_axis="device", outer=sc.allreduce.partitioned_topk(bits=(2, 4))
+    inner_axis="device", outer=sc.allreduce.partitioned_topk(bits=16)
 )
 BF16 = optax_ext.residual(jnp.bfloat16, step_ahead=1.0)
 # The transformation, and the share of its residual by which a worker looks ahead.

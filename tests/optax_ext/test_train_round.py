@@ -69,7 +69,7 @@ def test_what_the_others_moved_arrives_a_round_later():
 
 EXCHANGES = {
     "partitioned_topk": adamw(density=0.2),
-    "in few bits": adamw(density=0.2, allreduce=sc.allreduce.partitioned_topk(bits=(2, 4))),
+    "in 8 bits": adamw(density=0.2, allreduce=sc.allreduce.partitioned_topk(bits=8)),
     "ok_topk": adamw(density=0.2, allreduce=sc.allreduce.ok_topk(density=0.2)),
     "limited": adamw(density=0.2, limit=1e-3),
     "of leaves": adamw(density=0.2, moments="factors"),

@@ -32,7 +32,7 @@ TURN = 6 / DENSITY
 REACH = {"narrow8": 2.0**16, "qsgd": 127.0, "qsgd of 4 bits": 7.0}
 MORE = {
     "topk_a, qsgd of 4 bits": sc.allreduce.topk_a(codec=sc.wire.qsgd(bits=4)),
-    "partitioned_topk, few bits": sc.allreduce.partitioned_topk(density=DENSITY, bits=(1, 3)),
+    "partitioned_topk, 8 bits": sc.allreduce.partitioned_topk(density=DENSITY, bits=8),
 }
 EXCHANGES = MORE | {
     name: row.allreduce for name, row in (ALLREDUCES | WITH_CODECS | OVER_NODES).items()

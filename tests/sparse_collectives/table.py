@@ -71,7 +71,7 @@ def auto(**options) -> sc.SparseAllreduce:
 
 LOSSY = helpers.lossy_codec()
 VARIANTS = {
-    "partitioned_topk, few bits": row("partitioned_topk", density=DENSITY, bits=(1, 3)),
+    "partitioned_topk, few bits": row("partitioned_topk", density=DENSITY, bits=None),
     "full_sums ok_topk": full_sums("ok_topk"),
     "full_sums spardl": full_sums("spardl"),
     "full_sums ring_sparse": full_sums("ring_sparse", delivers_all=True, **ALL),

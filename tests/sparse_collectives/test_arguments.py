@@ -149,6 +149,12 @@ CALLS = [
         lambda: sc.allreduce.hierarchical(inner_axis="node", outer=HIERARCHICAL),
         "outer deals out vectors over",
     ),
+    (
+        lambda: sc.traffic.of_allreduce(
+            sc.allreduce.partitioned_topk(bits=16), size=10**6, capacity=2, axis_size=40_000
+        ),
+        "too few for the sum of 40000 workers. Give bits=32",
+    ),
 ]
 
 

@@ -31,7 +31,7 @@ def traced(name, load, codec, *, check_vma=False):
     elif name == "torus_2d":
         made = allreduce = sc.allreduce.published.torus_2d()
     else:
-        options = {"bits": (1, 3)} if name == "partitioned_topk(few)" else {}
+        options = {"bits": None} if name == "partitioned_topk(few)" else {}
         made = allreduce = table.make(name.partition("(")[0], load.density, codec, **options)
 
     def step(values, indices, vector, state):

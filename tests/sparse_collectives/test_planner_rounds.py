@@ -51,8 +51,8 @@ def test_rounds_on_a_gpu_are_counted():
     [
         (1e-4, 125e6, 1, False, "bytes"),
         (0.05, 125e6, 10, False, "latency"),
-        (0.2, 125e6, 30, False, "latency"),
-        (0.1, 1e5, 10, True, "bytes"),
+        (0.2, 125e6, 10, False, "latency"),
+        (0.1, 1e5, 30, True, "bytes"),
     ],
 )
 def test_rounds_are_longer_the_slower_the_link(latency, bandwidth, every, overlaps, decides):
