@@ -201,13 +201,14 @@ def test_each_worker_draws_its_own_numbers(opt_state):
     assert len(np.unique(drawn)) == drawn.size
 
 
-def test_integers_of_a_state_are_arrays_and_other_leaves_constants(opt_state, tx):
+def test_numbers_of_a_state_are_arrays_and_other_leaves_constants(opt_state, tx):
     traced = []
 
     @optax_ext.data_parallel
     def step(state, batch):
         traced.append(state["rate"])
-        assert isinstance(state["rate"], float)
+        assert state["rate"].weak_type
+        assert state["act"] is jnp.tanh
         params, opt_state, _ = step_of(tx)(state["params"], state["opt_state"], batch)
         step = state["step"] + 1
         return state | {"params": params, "opt_state": opt_state, "step": step}
@@ -216,7 +217,8 @@ def test_integers_of_a_state_are_arrays_and_other_leaves_constants(opt_state, tx
     for _ in range(3):
         state = step(state, BATCHES[0])
     assert int(state["step"]) == 3
-    assert (state["rate"], state["act"], len(traced)) == (0.1, jnp.tanh, 1)
+    assert (float(state["rate"]), state["act"]) == (pytest.approx(0.1), jnp.tanh)
+    assert len(traced) == 1
 
 
 def test_a_mesh_with_explicit_axes_may_be_set(tx):
@@ -238,7 +240,7 @@ WITH_TRACE = optax.chain(optax.trace(0.9), optax_ext.ok_topk(0.1, axis="data"), 
             None,
             r"result\[?.* int32, differs .* jax\.lax\.psum",
         ),
-        (step_of, np.float32(1), "batch is a scalar"),
+        (step_of, np.float32(1), "ends with argument 1 .*, the model or its optimizer"),
         (step_of, (BATCHES[0], jax.random.key(0)), r"batch\[1\] is one PRNG key"),
         (step_of, BATCHES[0][:9], r"\(9, 6\): its leading dimension must be a multiple"),
     ],
@@ -321,17 +323,3 @@ def test_a_pmap_state_that_was_unreplicated_cannot_be_saved(tx):
     copied = jax_utils.replicate(jax.device_get(alone))
     refused("of another worker on 7 of 8", optax_ext.checkpoint_metadata, copied.opt_state)
     step(copied, BATCHES[1].reshape(WORKERS, -1, 6))
-
-
-def test_an_error_says_which_arguments_were_split(tx):
-    @optax_ext.data_parallel
-    def step(params, opt_state, x, y):
-        loss, gradients = jax.value_and_grad(lambda p: jnp.mean((x @ p["w"] - y) ** 2))(
-            optax_ext.ahead(params, opt_state)
-        )
-        return tx.update(gradients, opt_state, params)[1], loss
-
-    opt_state = optax_ext.init_state(tx, PARAMS, mesh(WORKERS))
-    with pytest.raises(TypeError, match="incompatible shapes") as found:
-        step(PARAMS, opt_state, BATCHES[0], BATCHES[0][:, :4])
-    assert "Only the last argument was split" in str(found.value.__notes__)

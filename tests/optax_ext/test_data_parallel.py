@@ -1,0 +1,223 @@
+"""The arguments of ``data_parallel``: which are split, what is traced, and what is refused."""
+
+import inspect
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import optax_ext
+from tests.optax_ext.helpers import refused
+
+WORKERS = 2
+MESH = jax.make_mesh((WORKERS,), ("data",), devices=jax.devices()[:WORKERS])
+TX = optax_ext.with_mesh(optax_ext.sparse_sgd(0.1, density=0.5, axis="data"), MESH)
+PARAMS = {"w": np.full((6, 3), 0.1, np.float32), "b": np.zeros(3, np.float32)}
+X = np.random.default_rng(0).standard_normal((8, 6)).astype(np.float32)
+Y = X[:, :3]
+KEY, OLD = jax.random.key(0), jax.random.PRNGKey(0)
+FIRST = ("params", "state")
+VALUES = {
+    "x": X,
+    "y": Y,
+    "batch": {"x": X, "y": Y},
+    "rng": KEY,
+    "rngs": {"dropout": KEY},
+    "keys": jax.random.split(KEY, WORKERS),
+    "old": OLD,
+    "olds": {"dropout": OLD},
+    "epoch": 3,
+    "rate": 0.5,
+    "train": True,
+    "none": None,
+    "stats": {"mean": np.zeros(5, np.float32)},
+}
+
+
+def called(names, batch, **options):
+    """The results of a step with arguments of these names, and their shapes on a worker."""
+    seen = {}
+
+    def step(*args):
+        arguments = dict(zip(names, args, strict=True))
+        seen.update({name: jax.tree.map(jnp.shape, x) for name, x in arguments.items()})
+        params, state, examples = (arguments[x] for x in (*FIRST, batch))
+        x = examples["x"] if isinstance(examples, dict) else examples
+
+        def loss_fn(p):
+            return jnp.mean((x @ p["w"] + p["b"][None]) ** 2)
+
+        loss, gradients = jax.value_and_grad(loss_fn)(optax_ext.ahead(params, state))
+        updates, state = TX.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    step.__signature__ = inspect.Signature([inspect.Parameter(x, kind) for x in names])
+    values = VALUES | {"params": PARAMS, "state": TX.init(PARAMS)}
+    results = optax_ext.data_parallel(step, **options)(*[values[name] for name in names])
+    return results, seen
+
+
+@pytest.mark.parametrize("where", [2, 3])
+def test_the_batch_is_split_and_keys_and_numbers_are_whole_wherever_they_are(where):
+    others = [*FIRST, "batch"]
+    expected, _ = called(others, "batch")
+    for one in ("rng", "rngs", "keys", "old", "olds", "epoch", "rate", "train"):
+        results, seen = called([*others[:where], one, *others[where:]], "batch")
+        assert seen["batch"] == {"x": (4, 6), "y": (4, 3)}
+        assert seen[one] == jax.tree.map(jnp.shape, VALUES[one])
+        jax.tree.map(np.testing.assert_array_equal, results, expected)
+
+
+SPLIT = [
+    ([*FIRST, "x", "y", "rng"], {"examples": ("x", "y")}, {"x", "y"}),
+    (["x", "y", *FIRST], {"examples": ("y", "x")}, {"x", "y"}),
+    (["x", *FIRST, "rng"], {"examples": "x"}, {"x"}),
+    ([*FIRST, "x", "y"], {"examples": 2}, {"x", "y"}),
+    (["stats", *FIRST, "x", "none"], {}, {"x"}),
+    ([*FIRST, "y", "x"], {"examples": "x"}, {"x"}),
+]
+
+
+@pytest.mark.parametrize(("names", "options", "split"), SPLIT, ids=str)
+def test_the_batch_is_what_examples_names(names, options, split):
+    _, seen = called(names, "x", **options)
+    for name in {"x", "y"} & set(names):
+        assert seen[name][0] == (4 if name in split else 8), name
+
+
+REFUSED = [
+    ([*FIRST, "x", "y"], {}, r"argument 2 \(x\).*argument 3 \(y\) does.*examples=\('x', 'y'\)"),
+    ([*FIRST, "x", "y", "rng"], {}, r"only the latter would be split.*examples=\('x', 'y'\)"),
+    ([*FIRST, "batch", "x"], {}, r"examples=\('batch', 'x'\)"),
+    (["x", "y", *FIRST], {}, r"ends with argument 3 \(state\), the .*examples=\('x', 'y'\)"),
+    (["x", "state", "params"], {}, r"ends with argument 2 \(params\).*examples='x'"),
+    ([*FIRST, "rng"], {}, r"ends with argument 1 \(state\), the model or its optimizer"),
+    ([*FIRST, "batch", "keys"], {"examples": 1}, r"argument 3 \(keys\).*no array to split"),
+    ([*FIRST, "batch", "old"], {"examples": 1}, r"argument 3 \(old\).*no array to split"),
+    ([*FIRST, "batch", "rate"], {"examples": 1}, r"argument 3 \(rate\).*no array to split"),
+    ([*FIRST, "batch", "old"], {"examples": 2}, r"batch\[1\] is one PRNG key"),
+    ([*FIRST, "batch", "rng"], {"examples": 2}, r"batch\[1\] is one PRNG key"),
+    ([*FIRST, "batch"], {"examples": "y"}, r"examples='y' must be names of arguments of step"),
+    ([*FIRST, "batch"], {"examples": 0}, "examples"),
+]
+
+
+@pytest.mark.parametrize(("names", "options", "message"), REFUSED, ids=str)
+def test_arguments_among_which_the_batch_cannot_be_told_are_refused(names, options, message):
+    refused(message, lambda: called(names, "batch" if "batch" in names else "x", **options))
+
+
+def test_an_older_key_in_a_batch_is_not_cut_in_two():
+    tx = optax_ext.sparse_sgd(0.1, density=0.5, axis="data")
+    step = optax_ext.make_train_step(lambda p, b: jnp.mean(b[0] @ p["w"]), tx, MESH, donate=False)
+    state = optax_ext.init_state(tx, PARAMS, MESH)
+    refused(r"batch\[1\] is one PRNG key", lambda: step(PARAMS, state, (X, OLD)))
+    # Two examples of another kind beside it make it one number for each.
+    *_, loss = step(PARAMS, state, (X[:2], np.arange(2, dtype=np.uint32)))
+    assert np.isfinite(loss)
+
+
+def test_modules_are_no_batch():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.layer = nnx.Linear(6, 3, rngs=nnx.Rngs(0))
+
+    @optax_ext.data_parallel
+    def step(x, optimizer, model):
+        raise AssertionError("not reached")
+
+    model = Model()
+    optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+    refused(r"ends with argument 2 \(model\).*examples='x'", lambda: step(X, optimizer, model))
+
+
+NUMBERS = {
+    "float": lambda k: 1.0 + k,
+    "complex": lambda k: complex(1.0 + k),
+    "dict": lambda k: {"scale": [1.0 + k], "zname": "sum"},
+    "tuple": lambda k: (1.0 + k, 2),
+}
+
+
+@pytest.mark.parametrize("kind", NUMBERS)
+def test_a_number_that_changes_is_traced_once_as_by_jit(kind):
+    traces = []
+
+    @optax_ext.data_parallel
+    def step(params, state, scale, x):
+        traces.append(None)
+        scale = jax.tree.leaves(scale)[0]
+        assert scale.aval.weak_type
+        scaled = jnp.real(scale) * x.astype(jnp.bfloat16)
+        assert scaled.dtype == jnp.bfloat16
+        return params, state, jnp.mean(scaled.astype(jnp.float32))
+
+    state = TX.init(PARAMS)
+    losses = [float(step(PARAMS, state, NUMBERS[kind](k), X + 1)[2]) for k in range(5)]
+    assert len(traces) == 1
+    assert losses == sorted(losses)
+    assert len(set(losses)) == 5
+
+
+@jax.tree_util.register_pytree_node_class
+class Module:
+    """As a module of equinox, in which a float decides what is traced."""
+
+    def __init__(self, rate):
+        self.rate = rate
+
+    def tree_flatten(self):
+        return (self.rate,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, leaves):
+        return cls(*leaves)
+
+
+def test_constants_that_change_at_each_step_are_noticed_once():
+    @optax_ext.data_parallel
+    def step(params, state, module, x):
+        return params, state, jnp.mean(x) if module.rate > 0 else jnp.mean(x) * 2
+
+    state = TX.init(PARAMS)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for k in range(10):
+            step(PARAMS, state, Module(0.5 + k), X)
+    (found,) = [x for x in caught if "compiles the step anew" in str(x.message)]
+    assert "from 7.5 to 8.5" in str(found.message)
+    assert found.filename == __file__
+
+
+UNEVEN = {
+    "string": ({"x": X, "name": "train"}, TypeError, r"batch\['name'\] is 'train', a str"),
+    "list": ([(x, 1) for x in X], ValueError, r"batch\[0\]\[1\] is a scalar.*list of 8.*stack"),
+}
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+@pytest.mark.parametrize("way", ["step", "data_parallel"])
+def test_what_is_no_tree_of_arrays_of_examples_is_refused(name, way):
+    batch, kind, message = UNEVEN[name]
+    tx = optax_ext.sparse_sgd(0.1, density=0.5, axis="data")
+    state = optax_ext.init_state(tx, PARAMS, MESH)
+    if way == "step":
+        step = optax_ext.make_train_step(lambda p, b: jnp.mean(p["w"]), tx, MESH, donate=False)
+    else:
+        step = optax_ext.data_parallel(lambda params, state, batch: (params, state))
+    refused(message, step, PARAMS, state, batch, error=kind)
+
+
+def test_an_error_of_the_step_has_no_other_advice():
+    @optax_ext.data_parallel
+    def step(params, state, rng, x):
+        return params, state, x @ x
+
+    with pytest.raises(TypeError) as caught:
+        step(PARAMS, TX.init(PARAMS), KEY, X)
+    assert not any("split over the workers" in x for x in getattr(caught.value, "__notes__", []))
