@@ -185,6 +185,7 @@ _ROWS = (
         arguments=_fewer_bits,
         formula=flat.partitioned_topk(FEW),
         lossy=True,
+        planned=False,
     ),
     Algorithm(
         "shared_random", allreduce.shared_random, _density, flat.shared_random, full_sums=True

@@ -42,7 +42,7 @@ def elias_fano() -> Codec:
       >>> message = codec.encode(coo, jnp.uint32(0)).message
       >>> found = codec.decode(message, 100, jnp.float32)
       >>> message.shape, found.indices.tolist(), found.values.tolist()
-      ((9,), [3, 90, 100], [0.5, -2.0, 0.0])
+      ((6,), [3, 90, 100], [0.5, -2.0, 0.0])
     """
     raw = _raw.raw()
     return Codec(
