@@ -14,7 +14,7 @@ from typing import Any
 import optax
 
 import optax_ext
-from sparse_collectives import select, wire
+from sparse_collectives import allreduce, select, wire
 
 from .._common.contestants import CONTESTANTS, DECAY, Contestant, find, optimizer
 from ..training._recorded_training import MOMENTUM, schedule
@@ -126,11 +126,11 @@ def _train(contestant: Contestant, k: float, task: str) -> Train:
 
 def _with_tricks(name: str, density: float, adamw: bool) -> Callable[[float, int], Variant]:
     """The way to train with that name: an allreduce, and the tricks that are added to it."""
-    allreduce, *tricks = name.split(", ")
+    exchange, *tricks = name.split(", ")
 
     def made(rate: float, steps: int) -> Variant:
         given = {"axis": AXIS} | _tricks(tricks, density, steps)
-        tx = getattr(optax_ext, allreduce)(density, **given)
+        tx = getattr(optax_ext, exchange)(density, **given)
         if "clipping" in tricks:
             tx = optax.chain(optax_ext.local_clip_by_global_norm(NORM, axis=AXIS), tx)
         if adamw:
@@ -242,14 +242,16 @@ def _arguments(make: Callable[..., Any], given: Sequence[Option]) -> dict[str, A
     """The arguments of an optimizer for the options; a ValueError for an unknown option."""
     known = [name for name in inspect.signature(make).parameters if name in _PLAIN]
     for name, _ in given:
-        if name not in (*known, "step_ahead"):
+        if name not in (*known, "step_ahead", "bits"):
             raise ValueError(
-                f"{make.__name__} has no {name!r} here: it has {', '.join(known)}, step_ahead"
+                f"{make.__name__} has no {name!r} here: it has {', '.join(known)}, step_ahead, bits"
             )
     made = {"weight_decay": DECAY} if make is optax_ext.sparse_adamw else {}
     made |= given
     if "step_ahead" in made:
         made["residual"] = optax_ext.residual(step_ahead=made.pop("step_ahead"))
+    if "bits" in made:
+        made["allreduce"] = allreduce.partitioned_topk(bits=made.pop("bits"))
     return made
 
 

@@ -29,6 +29,10 @@ ALGORITHMS = {
         lambda density: sc.allreduce.partitioned_topk(density=density, bits=None),
         None,
     ),
+    "partitioned_topk, few bits both ways": (
+        lambda density: sc.allreduce.partitioned_topk(density=density, bits=(1, 3)),
+        None,
+    ),
     "topk_a": (_exact(sc.allreduce.topk_a), "topk_a"),
     "sparse_allgather": (_exact(_PUBLISHED.sparse_allgather), "topk_a"),
     "ssar_recursive_double": (_exact(_PUBLISHED.ssar_recursive_double), "ssar_recursive_double"),

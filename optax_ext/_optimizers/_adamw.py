@@ -52,7 +52,7 @@ def sparse_adamw(
     largest sum that accumulated between two deliveries, so a steady direction moves as fast as
     with the dense optimizer. The exchange is
     :func:`sparse_collectives.allreduce.partitioned_topk` in few bits. At the default density a
-    worker receives ``4 k (P-1)/P`` words for up to 8 workers and ``4.8 k (P-1)/P`` for up to 34,
+    worker receives ``3.5 k (P-1)/P`` words for up to 8 workers and ``4.3 k (P-1)/P`` for up to 34,
     with k = 1 % of n, about as much as :func:`ok_topk` at 1 %.
 
     There is no first moment, since accumulation in the residuals averages gradients already. In

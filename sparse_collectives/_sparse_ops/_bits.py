@@ -160,6 +160,28 @@ def unpack(words: jax.Array, bits: int) -> jax.Array:
     return codes.astype(jnp.int32).reshape(*words.shape[:-1], words.shape[-1] * each)
 
 
+def pack_planes(codes: jax.Array, bits: int) -> jax.Array:
+    """Packs ``i32[..., m]`` in [0, 2**bits) into ``i32[..., bits * ceil(m / 32)]``, without gaps.
+
+    The first ``ceil(m / 32)`` words have the lowest bit of each code, and so on.
+    """
+    codes = pad_to(codes, 32)
+    planes = [pack_mask(((codes >> bit) & 1).reshape(-1) > 0) for bit in range(bits)]
+    words = [plane.reshape(*codes.shape[:-1], codes.shape[-1] // 32) for plane in planes]
+    empty = jnp.zeros((*codes.shape[:-1], 0), jnp.uint32)
+    return lax.bitcast_convert_type(jnp.concatenate([empty, *words], axis=-1), jnp.int32)
+
+
+def unpack_planes(words: jax.Array, bits: int, length: int) -> jax.Array:
+    """Unpacks ``i32[..., w]`` to ``i32[..., length]``, the inverse of :func:`pack_planes`."""
+    each = -(-length // 32)
+    codes = jnp.zeros((*words.shape[:-1], 32 * each), jnp.int32)
+    for bit in range(bits):
+        plane = words[..., bit * each : (bit + 1) * each]
+        codes |= unpack(plane, 1) << bit
+    return codes[..., :length]
+
+
 def _shifts(ndim: int, bits: int) -> jax.Array:
     """The first bit of each code in a word, ``u32[1, ..., 32 // bits]``."""
     shifts = bits * jnp.arange(32 // bits, dtype=jnp.uint32)

@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 from sparse_collectives.allreduce import _partitioned_topk
 from sparse_collectives.allreduce._ok_topk import _plan
-from sparse_collectives.allreduce._parts import _slots, _sums
+from sparse_collectives.allreduce._parts import _few_bits, _slots, _sums
+from sparse_collectives.allreduce._parts._few_bits import FewBits
 from sparse_collectives.cost_model._codecs import MessageSizes, codec_sizes
 from sparse_collectives.cost_model._costs import Cost, Estimate, Workload, certain, log2_rounds
 from sparse_collectives.cost_model._fill_in import expected_union
@@ -196,16 +197,20 @@ def spardl(w: Workload, codec: MessageSizes) -> Estimate:
     return certain(reduced + gathered)
 
 
-def partitioned_topk(bits: int | None) -> Formula:
-    """The allgather of the parts' indices, and the sum of the values of all workers there."""
+def partitioned_topk(bits: int | FewBits | None) -> Formula:
+    """The allgather of the parts' indices, and the sums of the values of all workers there."""
 
     def formula(w: Workload, codec: MessageSizes) -> Estimate:
         del codec
         plan = _partitioned_topk.make_plan(w.size, w.selected, w.workers, w.density, bits)
-        slots = plan.slots * w.workers
+        slots = plan.slots
         indices = _all_gather(plan.message_words, w.workers)
-        words = _sums.sum_words(slots, w.workers, plan.bits)
-        return certain(indices + _even(2 * log2_rounds(w.workers), words, slots))
+        if isinstance(plan.bits, FewBits):
+            up, down = (_few_bits.words(slots, each) for each in plan.bits)
+            values = _all_to_all(up, w.workers, slots) + _all_gather(down, w.workers, slots)
+        else:
+            values = _even(2 * log2_rounds(w.workers), plan.value_words, slots * w.workers)
+        return certain(indices + values)
 
     return formula
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from sparse_collectives import allreduce
 from sparse_collectives._types import Codec, SparseAllreduce
 from sparse_collectives.allreduce import published
+from sparse_collectives.allreduce._parts._few_bits import FEW
 from sparse_collectives.cost_model import _formulas as flat
 from sparse_collectives.cost_model import _two_levels as nodes
 from sparse_collectives.cost_model._codecs import codec_sizes
@@ -20,7 +21,7 @@ from sparse_collectives.cost_model._numbers import PROGRAMS, Program
 # Slots for every entry that may arrive.
 _ALL = {"slack": math.inf, "fill": math.inf}
 # The encodings of value-index pairs.
-PAIR_CODECS = ("raw", "bf16", "narrow16", "narrow8")
+PAIR_CODECS = ("raw", "elias_fano", "bf16", "narrow16", "narrow8")
 
 
 class Algorithm(NamedTuple):
@@ -96,6 +97,10 @@ def _density(workload: Workload) -> dict[str, Any]:
 
 def _few_bits(workload: Workload) -> dict[str, Any]:
     return _density(workload) | {"bits": None}
+
+
+def _fewer_bits(workload: Workload) -> dict[str, Any]:
+    return _density(workload) | {"bits": tuple(FEW)}
 
 
 def _buckets(workload: Workload) -> dict[str, Any]:
@@ -175,6 +180,13 @@ _ROWS = (
         formula=flat.partitioned_topk(bits=None),
         lossy=True,
     ),
+    _PARTITIONED._replace(
+        name="partitioned_topk(1, 3)",
+        arguments=_fewer_bits,
+        formula=flat.partitioned_topk(FEW),
+        lossy=True,
+        planned=False,
+    ),
     Algorithm(
         "shared_random", allreduce.shared_random, _density, flat.shared_random, full_sums=True
     ),
@@ -195,7 +207,8 @@ def predict(name: str, workload: Workload, codec: str = "raw") -> Estimate:
 
     Args:
       name: a key of ``ALGORITHMS``: the name in ``sparse_collectives.allreduce``,
-        ``partitioned_topk(few)`` for ``partitioned_topk`` with the fewest bits, or
+        ``partitioned_topk(few)`` for sums of integers of the fewest bits,
+        ``partitioned_topk(1, 3)`` for one bit up and three down, or
         ``hierarchical(...)`` around a name.
       workload: n, k and P, and the workers of a node if there are two levels.
       codec: the name of a factory in ``sparse_collectives.wire``.

@@ -19,7 +19,7 @@ def raw() -> Codec:
       A :class:`Codec`. ``c`` pairs take ``2 c`` words (``3 c`` in float64). ``m`` dense
       values take ``m`` words, half of that if they have 16 bits, and twice in float64.
     """
-    return Codec(_encode, _decode, _encode_dense, _decode_dense, exact=True, spec=Spec.of("raw"))
+    return Codec(_encode, _decode, encode_dense, decode_dense, exact=True, spec=Spec.of("raw"))
 
 
 def _encode(coo: PaddedCOO, seed: jax.Array) -> Encoded:
@@ -35,11 +35,11 @@ def _decode(message: jax.Array, size: int, dtype) -> PaddedCOO:
     if width == 2:
         values = lax.bitcast_convert_type(values.astype(jnp.uint16), dtype)
     else:
-        values = _decode_dense(values, indices.shape[-1], dtype)
+        values = decode_dense(values, indices.shape[-1], dtype)
     return PaddedCOO(values, indices, size)
 
 
-def _encode_dense(values: jax.Array, seed: jax.Array) -> tuple[jax.Array, jax.Array]:
+def encode_dense(values: jax.Array, seed: jax.Array) -> tuple[jax.Array, jax.Array]:
     del seed
     error = jnp.zeros_like(values)
     if values.dtype.itemsize == 2:
@@ -52,7 +52,7 @@ def _encode_dense(values: jax.Array, seed: jax.Array) -> tuple[jax.Array, jax.Ar
     return _as_words(values), error
 
 
-def _decode_dense(message: jax.Array, length: int, dtype) -> jax.Array:
+def decode_dense(message: jax.Array, length: int, dtype) -> jax.Array:
     width = jnp.dtype(dtype).itemsize
     if width == 8:
         message = message.reshape(*message.shape[:-1], -1, 2)

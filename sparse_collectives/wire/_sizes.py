@@ -4,6 +4,7 @@ import bisect
 from collections.abc import Callable
 from typing import NamedTuple
 
+from sparse_collectives._sparse_ops import _elias_fano
 from sparse_collectives.wire._gaps import GapFormat
 
 # 65,535 is an escape; one escape with 16 bits reaches every index.
@@ -26,6 +27,11 @@ BUCKET = 512
 def raw_pairs(slots: int) -> int:
     """A word for the value and one for the index."""
     return 2 * slots
+
+
+def elias_fano_pairs(slots: int, size: int) -> int:
+    """A word for the value, and the indices of a set."""
+    return slots + _elias_fano.words(slots, size)
 
 
 def bf16_dense(length: int) -> int:
@@ -133,6 +139,7 @@ class MessageSizes(NamedTuple):
 # By the name of the factory.
 SIZES: dict[str, MessageSizes] = {
     "raw": MessageSizes(lambda slots, size: raw_pairs(slots), lambda length: length, exact=True),
+    "elias_fano": MessageSizes(elias_fano_pairs, lambda length: length, exact=True),
     "bf16": MessageSizes(lambda slots, size: bf16_pairs(slots), bf16_dense),
     "narrow16": MessageSizes(narrow16_pairs, bf16_dense, GAPS16, ESCAPES16),
     "narrow8": MessageSizes(narrow8_pairs, narrow8_dense, GAPS8, ESCAPES8),

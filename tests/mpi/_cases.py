@@ -37,6 +37,7 @@ CASES = {
     "ok_topk qsgd": Case(_a.ok_topk(density=DENSITY, codec=_w.qsgd(bits=4)), (4,)),
     "partitioned_topk": Case(_a.partitioned_topk(), (3,)),
     "partitioned_topk, 16 bits": Case(_a.partitioned_topk(density=DENSITY, bits=16), (2, 3)),
+    "partitioned_topk, 1 and 3": Case(_a.partitioned_topk(density=DENSITY, bits=(1, 3)), (2, 3)),
     "topk_a": Case(_a.topk_a(), (2, 3)),
     "topk_a narrow8": Case(_a.topk_a(codec=_w.narrow8()), (3,)),
     "gtopk": Case(_a.published.gtopk(density=DENSITY), (3, 4)),

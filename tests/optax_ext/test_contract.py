@@ -86,6 +86,7 @@ ROWS = {
     "topk_dsa": Row(optax_ext.published.topk_dsa(DENSITY, axis="w"), (8,)),
     "partitioned_topk": of(ar.partitioned_topk(), quick=True),
     "partitioned_topk, few bits": of(ar.partitioned_topk(bits=None), quick=True),
+    "partitioned_topk, few bits both ways": of(ar.partitioned_topk(bits=(1, 3)), quick=True),
     "full_sums": of(ar.full_sums(OK_TOPK)),
     "shared_random": of(ar.shared_random(density=DENSITY), quick=True),
     "nodes, shared_random": over_nodes(ar.shared_random(density=DENSITY)),

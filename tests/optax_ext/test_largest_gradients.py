@@ -24,6 +24,7 @@ OPTIONS = {
     "ring_sparse, no slack": {"slack": 1.0, "fill": 1.0},
     "ssar_recursive_double, bounded": {"capacity": 4},
     "partitioned_topk, few bits": {"bits": None},
+    "partitioned_topk, few bits both ways": {"bits": (1, 3)},
 }
 
 

@@ -33,11 +33,12 @@ REACH = {"narrow8": 2.0**16, "qsgd": 127.0, "qsgd of 4 bits": 7.0}
 MORE = {
     "topk_a, qsgd of 4 bits": sc.allreduce.topk_a(codec=sc.wire.qsgd(bits=4)),
     "partitioned_topk, 8 bits": sc.allreduce.partitioned_topk(density=DENSITY, bits=8),
+    "partitioned_topk, 1 and 3 bits": sc.allreduce.partitioned_topk(density=DENSITY, bits=(1, 3)),
 }
 EXCHANGES = MORE | {
     name: row.allreduce for name, row in (ALLREDUCES | WITH_CODECS | OVER_NODES).items()
 }
-QUICK = ("topk_a", "partitioned_topk", "partitioned_topk, few bits", "topk_a, qsgd")
+QUICK = ("topk_a", "partitioned_topk", "partitioned_topk, 1 and 3 bits", "topk_a, qsgd")
 
 
 def updates_of(selector, exchange, gradient, steps=STEPS, *, axis="w", turn=STEPS):

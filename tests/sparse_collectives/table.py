@@ -17,7 +17,7 @@ ALL = {"slack": math.inf, "fill": math.inf}
 ALGORITHMS = {
     name: row
     for name, row in sc.cost_model.ALGORITHMS.items()
-    if not row.two_level and name != "partitioned_topk(few)"
+    if not row.two_level and "(" not in name
 }
 # Whose workers may keep sums of entries that others sent.
 KEEPS_SUMS = ("gtopk", "spardl")
@@ -72,6 +72,7 @@ def auto(**options) -> sc.SparseAllreduce:
 LOSSY = helpers.lossy_codec()
 VARIANTS = {
     "partitioned_topk, few bits": row("partitioned_topk", density=DENSITY, bits=None),
+    "partitioned_topk, few bits both ways": row("partitioned_topk", density=DENSITY, bits=(1, 3)),
     "full_sums ok_topk": full_sums("ok_topk"),
     "full_sums spardl": full_sums("spardl"),
     "full_sums ring_sparse": full_sums("ring_sparse", delivers_all=True, **ALL),
@@ -107,6 +108,7 @@ OUTER = {
     "ok_topk": ALLREDUCES["ok_topk"],
     "ok_topk, as published": ALLREDUCES["ok_topk, as published"],
     "partitioned_topk, few bits": ALLREDUCES["partitioned_topk, few bits"],
+    "partitioned_topk, few bits both ways": ALLREDUCES["partitioned_topk, few bits both ways"],
     "auto": Row(auto(latency="1us", bandwidth="1Gbit"), True, False),
 }
 OVER_NODES = {

@@ -168,7 +168,8 @@ def test_allreduces_lose_nothing_agree_report_their_words_and_keep_types(row, wo
             state = out["allreduce_state"]
             assert types_of(state) == types
             where = f"{name}, step {step}"
-            helpers.check_conserved(out, where)
+            # A code of few bits has the scale of its block, and so has its error.
+            helpers.check_conserved(out, where, rounds="few bits" in row)
             for field in ("delivered", "threshold", "words"):
                 values = np.asarray(getattr(out["info"], field))
                 assert (values == values[0]).all(), where

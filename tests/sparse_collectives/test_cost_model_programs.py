@@ -31,7 +31,11 @@ def traced(name, load, codec, *, check_vma=False):
     elif name == "torus_2d":
         made = allreduce = sc.allreduce.published.torus_2d()
     else:
-        options = {"bits": None} if name == "partitioned_topk(few)" else {}
+        options = {
+            "partitioned_topk(few)": {"bits": None},
+            "partitioned_topk(1, 3)": {"bits": (1, 3)},
+        }
+        options = options.get(name, {})
         made = allreduce = table.make(name.partition("(")[0], load.density, codec, **options)
 
     def step(values, indices, vector, state):
@@ -67,6 +71,7 @@ EXACT = [(1000, 100, 2), (999, 5, 6), (20_000, 1000, 5), (64, 64, 3)]
 ALSO = {
     "ok_topk": [(4000, 1, 3), (10**5, 9000, 20)],
     "partitioned_topk(few)": [(10**5, 5000, 11), (10**5, 500, 40)],
+    "partitioned_topk(1, 3)": [(10**5, 5000, 11), (10**5, 500, 40)],
     "gtopk": [(10**4, 100, 48)],
     "spardl": [(10**4, 100, 48)],
     "ssar_recursive_double": [(10**4, 700, 11)],
@@ -82,8 +87,7 @@ POINTS += [
     (name, codec, (1999, 100, 3))
     for name in cost_model.ALGORITHMS
     for codec in table.LOSSY_CODECS
-    if "dense" not in name
-    and name not in (*TWO_LEVELS, "partitioned_topk", "partitioned_topk(few)")
+    if "dense" not in name and name not in TWO_LEVELS and "partitioned_topk" not in name
 ]
 POINTS += [
     (name, "narrow8", (20_000, 1000, 6))

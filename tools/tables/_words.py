@@ -11,6 +11,7 @@ ALGORITHMS += ("dsar_split_allgather", "ring_sparse", "gtopk", "spardl", "ok_top
 ALGORITHMS += ("full_sums(ok_topk)",)
 COUNTS = {"even": "even", "spread": "uneven, a surplus redistributed", "worst": "worst"}
 SHORT = ("dense", "topk_a", "ok_topk", "partitioned_topk", "partitioned_topk, few bits")
+SHORT += ("partitioned_topk, few bits both ways",)
 
 
 def _multiples(names: Iterable[str], workers: Sequence[int]) -> Rows:

@@ -1,33 +1,23 @@
-"""n indices dealt out to P owners in small blocks, and codes of a few bits for their places.
+"""n indices dealt out to P owners in small blocks.
 
 Block b belongs to partition b mod P, and the indices after the last whole round of blocks are
 dealt out in runs of equal length. All partitions then have similar contents: a selection of
 k/P entries from each is about the k largest of all, and the threshold of one partition is a
 good guess for the next.
-
-Places are sent in pages of ``2**low``. A message has the number of entries of each page, in half a
-word, and the bits of each place within its page. Everything fits, and the length of a message is
-known at compile time. Large pages suit few entries; the size with the shortest message is chosen.
 """
 
-import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from sparse_collectives._platform import once, places
-from sparse_collectives._sparse_ops import _bits
+from sparse_collectives._platform import once
 
 # Indices of a block: 4 KB of float32, so that memory is read in long runs.
 BLOCK = 1024
 # A partition has at least so many blocks, if it has at least as many indices.
 _BLOCKS = 32
-# Bits of a place in a page; with 16 of them, a count could need 17 bits.
-LOW_BITS = (6, 8, 10, 15)
-_COUNT_BITS = 16
 
 
 class Partitions(NamedTuple):
@@ -116,44 +106,3 @@ def make_partitions(size: int, workers: int) -> Partitions:
     return Partitions(
         size, workers, block, rounds, -(-(size - rounds * workers * block) // workers)
     )
-
-
-def low_bits(slots: int, width: int) -> int:
-    """The bits of a place in a page with which ``slots`` indices take the fewest words."""
-    return min(LOW_BITS, key=functools.partial(_words, slots, width))
-
-
-def words(slots: int, width: int) -> int:
-    """Words of the indices in so many slots."""
-    return _words(slots, width, low_bits(slots, width))
-
-
-def encode(local: jax.Array, width: int) -> jax.Array:
-    """Encodes ``local i32[c]``, ascending with ``width`` for padding at the end, as ``i32[w]``."""
-    low = low_bits(local.shape[0], width)
-    # In NumPy: the last edge may be 2**31.
-    edges = np.minimum(np.arange(_pages(width, low) + 1, dtype=np.int64) << low, width)
-    counts = jnp.diff(places(local, jnp.asarray(edges, jnp.int32)))
-    within = _bits.pack(local & ((1 << low) - 1), low)
-    return jnp.concatenate([_bits.pack(counts, _COUNT_BITS), within])
-
-
-def decode(message: jax.Array, slots: int, width: int) -> jax.Array:
-    """The inverse of :func:`encode`, ``i32[c]``, with ``width`` for padding."""
-    low = low_bits(slots, width)
-    count_words = -(-_pages(width, low) * _COUNT_BITS // 32)
-    ends = _bits.running_sum(_bits.unpack(message[:count_words], _COUNT_BITS))
-    within = _bits.unpack(message[count_words:], low)[:slots]
-    slot = jnp.arange(slots, dtype=jnp.int32)
-    # Each page that ends at a slot moves it, and all slots after it, one page on.
-    marks = jnp.zeros((slots,), jnp.int32).at[ends].add(1, mode="drop")
-    page = _bits.running_sum(marks)
-    return jnp.where(slot < ends[-1], (page << low) | within, width)
-
-
-def _pages(width: int, low: int) -> int:
-    return -(-width >> low)
-
-
-def _words(slots: int, width: int, low: int) -> int:
-    return -(-_pages(width, low) * _COUNT_BITS // 32) + -(-slots // (32 // low))

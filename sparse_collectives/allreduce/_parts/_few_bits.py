@@ -1,0 +1,220 @@
+"""Full sums in few bits: codes of values to the owner of an index, codes of the sums to all.
+
+One worker owns each index. The others send it their values in one bit or a few; it adds its own
+value, which is not rounded, and sends the sum to all workers in a few bits. Each of the two
+roundings stays in the residual of the worker that made it: a sender keeps what its code took off
+its value, and the owner keeps what its code took off the sum. So nothing is lost, and the bits of a
+value do not grow with the workers, as those of a sum of integers do.
+
+Codes have a scale for each block of consecutive slots. With one bit it is the mean magnitude of the
+block, and with two bits the means of the magnitudes on either side of that. Means make the error of
+a block smaller than its values, whatever these are, so that residuals stay bounded (Karimireddy et
+al., `Error Feedback Fixes SignSGD <https://arxiv.org/abs/1901.09847>`_, ICML 2019). With more bits
+codes are multiples of a step, but for the largest code, which is the largest magnitude of the
+block. A magnitude far above its block counts for a few times the mean only in a mean or a step,
+since it would make all others too large, or round them to 0. It waits for the step in which its
+worker owns the index: then it is in the sum as it is, and arrives as the largest code.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sparse_collectives import transport
+from sparse_collectives._data import PaddedCOO, only_where
+from sparse_collectives._sparse_ops import _bits, _bitset
+from sparse_collectives._types import AxisName, Undelivered
+from sparse_collectives.allreduce._parts import _frame
+from sparse_collectives.transport import _dispatch
+
+# Slots that share their scales.
+BLOCK = 256
+# A magnitude counts up to this multiple of the mean, and steps reach so far.
+_MOST = 4.0
+# An outlier that is larger by so many octaves is left out of a mean.
+_OCTAVES = 20
+_SCALE_BITS = 16
+
+
+class FewBits(NamedTuple):
+    """The bits of a code.
+
+    Attributes:
+      up: of a value, from a worker to the owner of the index; 1 to 8.
+      down: of a sum, from the owner to all workers; 3 to 8.
+    """
+
+    up: int
+    down: int
+
+
+# The fewest with which no loss was measured (docs/learning.md).
+FEW = FewBits(1, 3)
+
+
+def sum_at(
+    indices: jax.Array, acc: jax.Array | None, coo: PaddedCOO, axis: AxisName, bits: FewBits
+) -> tuple[PaddedCOO, Undelivered]:
+    """One all_to_all of the values of all workers at ``indices``, and one all_gather of the sums.
+
+    Args:
+      indices: ``i32[P, c]``, the same on every worker, unique but for padding; worker i owns row i.
+      acc: ``f[n]``, the values of this worker. None: only its selection, and it clears no other
+        entry; the errors of the codes of others are added to what it keeps.
+      coo: its selection.
+      axis: the workers.
+      bits: the bits of a code.
+
+    Returns:
+      The total ``[P c]``, the same on every worker, and what this worker keeps.
+    """
+    workers, me = transport.axis_size(axis), transport.axis_index(axis)
+    slots, exists = indices.shape[1], indices < coo.size
+    # Unsigned, because jax tests for each signed index whether it counts from the end.
+    values = coo.to_dense() if acc is None else acc
+    held = values.at[indices.astype(jnp.uint32)].get(mode="fill", fill_value=0)
+    mine = _frame.within_range(held, workers).astype(jnp.float32)
+    message, arrives = encode(mine, exists, bits.up)
+    received = decode(transport.all_to_all(message, axis), slots, bits.up)
+    # The owner's own value needs no code.
+    is_mine = (jnp.arange(workers, dtype=jnp.int32) == me)[:, None]
+    own = lax.dynamic_slice_in_dim(mine, me, 1)
+    sums = jnp.sum(jnp.where(is_mine, own, received), axis=0, keepdims=True)
+    exists_here = lax.dynamic_slice_in_dim(exists, me, 1)
+    answer, reaches_all = encode(jnp.where(exists_here, sums, 0), exists_here, bits.down)
+    total = decode(transport.all_gather(answer[0], axis), slots, bits.down)
+    kept = held.astype(jnp.float32) - jnp.where(is_mine, own, arrives)
+    kept += jnp.where(is_mine, sums - reaches_all, 0)
+    # A sum that is not finite reaches all workers, and no worker keeps it.
+    kept = jnp.where(jnp.isfinite(total), kept, 0).astype(coo.values.dtype)
+    total = jnp.where(exists, total, 0).astype(coo.values.dtype)
+    flat, kept = indices.reshape(-1), kept.reshape(-1)
+    rest, others = PaddedCOO(kept, flat, coo.size), []
+    if acc is None:
+        selected = _bitset.contains(_bitset.of_unique(coo.indices, coo.size), flat)
+        rest, others = only_where(selected, rest), [only_where(~selected, rest)]
+    undelivered = Undelivered.of(coo, coo.values, others)._replace(rest_at_total=rest)
+    return PaddedCOO(total.reshape(-1), flat, coo.size), undelivered
+
+
+def sum_words(slots: int, workers: int, bits: FewBits) -> float:
+    """Words that :func:`sum_at` makes each worker receive, for c slots of each owner."""
+    up = _dispatch.words_of_all_to_all(workers * words(slots, bits.up), workers)
+    return up + _dispatch.words_of_all_gather(words(slots, bits.down), workers)
+
+
+def words(slots: int, bits: int) -> int:
+    """Words of the codes of so many slots, with their scales."""
+    scales = _scales_of(slots, bits)
+    return -(-scales * _SCALE_BITS // 32) + bits * -(-slots // 32)
+
+
+def encode(values: jax.Array, exists: jax.Array, bits: int) -> tuple[jax.Array, jax.Array]:
+    """Codes of ``f32[r, c]``, and what they stand for.
+
+    Args:
+      values: finite, or seen as not finite by all who decode their block.
+      exists: ``bool[r, c]``, False for padding, whose codes have no meaning.
+      bits: of a code.
+
+    Returns:
+      ``i32[r, words(c, bits)]`` and ``f32[r, c]``.
+    """
+    magnitude = _in_blocks(jnp.where(exists, jnp.abs(values), 0))
+    used = _in_blocks(exists)
+    slots = values.shape[1]
+    scale = _mean(magnitude, used, slots)
+    if bits == 2:
+        is_high = magnitude > scale[..., None]
+        low, high = (_mean(magnitude, used & side, slots) for side in (~is_high, is_high))
+        scales = jnp.concatenate([_rounded(low), _rounded(high)], axis=-1)
+        code = _flat(is_high, slots).astype(jnp.int32) | (_is_negative(values) << 1)
+    elif bits == 1:
+        scales, code = _rounded(scale), _is_negative(values)
+    else:
+        most, largest = (1 << (bits - 1)) - 1, jnp.max(magnitude, axis=-1)
+        step = _rounded(jnp.minimum(_MOST * scale, largest) / most)
+        largest = _rounded(largest)
+        scales = jnp.concatenate([step, largest], axis=-1)
+        step, largest = (_flat(x[..., None], slots) for x in (step, largest))
+        absolute = jnp.abs(values)
+        multiple = jnp.round(absolute / jnp.where(step > 0, step, 1.0))
+        multiple = jnp.where(jnp.isnan(multiple), 0, jnp.minimum(multiple, most - 1))
+        is_largest = absolute - multiple * step > largest - absolute
+        multiple = jnp.where(is_largest, most, multiple).astype(jnp.int32)
+        code = jnp.where(values < 0, -multiple, multiple) + most
+    packed = _bits.pack(_upper_half(scales), _SCALE_BITS)
+    message = jnp.concatenate([packed, _bits.pack_planes(code, bits)], axis=-1)
+    return message, _values(code, scales, bits)
+
+
+def decode(message: jax.Array, slots: int, bits: int) -> jax.Array:
+    """What the codes of :func:`encode` stand for, ``f32[r, slots]``."""
+    count = _scales_of(slots, bits)
+    words_of_scales = -(-count * _SCALE_BITS // 32)
+    halves = _bits.unpack(message[:, :words_of_scales], _SCALE_BITS)[:, :count]
+    scales = lax.bitcast_convert_type(halves << _SCALE_BITS, jnp.float32)
+    return _values(_bits.unpack_planes(message[:, words_of_scales:], bits, slots), scales, bits)
+
+
+def _values(code: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
+    parts = jnp.split(scales, 1 if bits == 1 else 2, axis=-1)
+    first, *second = (_flat(part[..., None], code.shape[1]) for part in parts)
+    if bits > 2:
+        most = (1 << (bits - 1)) - 1
+        multiple = code - most
+        inner = multiple.astype(jnp.float32) * first
+        return jnp.where(jnp.abs(multiple) < most, inner, jnp.sign(inner) * second[0])
+    magnitude = first if bits == 1 else jnp.where((code & 1) > 0, second[0], first)
+    return jnp.where(code >> (bits - 1) > 0, -magnitude, magnitude)
+
+
+def _scales_of(slots: int, bits: int) -> int:
+    return -(-slots // BLOCK) * (1 if bits == 1 else 2)
+
+
+def _mean(magnitude: jax.Array, where: jax.Array, slots: int) -> jax.Array:
+    """The mean ``f32[r, b]`` of ``f32[r, b, BLOCK]`` where ``where``, without far larger ones."""
+    count = jnp.maximum(1, jnp.sum(where, axis=-1, dtype=jnp.int32)).astype(jnp.float32)
+    # In a short block an outlier has a large share of the mean.
+    most = min(_MOST, max(1.25, slots / 4))
+    # Each pass divides the share of a single outlier by this.
+    octaves = math.log2(max(1.1, min(slots, BLOCK) / most))
+
+    def mean(top: jax.Array) -> jax.Array:
+        counted = jnp.where(where, jnp.minimum(magnitude, top[..., None]), 0)
+        # Divided first, because the sum may overflow.
+        return jnp.sum(counted / BLOCK, axis=-1) * (BLOCK / count)
+
+    found = mean(jnp.full(count.shape, jnp.inf, jnp.float32))
+    for _ in range(min(10, math.ceil(_OCTAVES / octaves))):
+        found = mean(most * found)
+    return found
+
+
+def _is_negative(values: jax.Array) -> jax.Array:
+    """The sign bit, ``i32[r, c]``; a zero has either sign, so that zeros do not add up."""
+    odd = lax.broadcasted_iota(jnp.int32, values.shape, 1) & 1 > 0
+    return ((values < 0) | ((values == 0) & odd)).astype(jnp.int32)
+
+
+def _rounded(scale: jax.Array) -> jax.Array:
+    return scale.astype(jnp.bfloat16).astype(jnp.float32)
+
+
+def _upper_half(scale: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(scale, jnp.int32) >> _SCALE_BITS & 0xFFFF
+
+
+def _in_blocks(x: jax.Array) -> jax.Array:
+    padded = _bits.pad_to(x, BLOCK)
+    return padded.reshape(x.shape[0], -1, BLOCK)
+
+
+def _flat(x: jax.Array, slots: int) -> jax.Array:
+    """``[r, b, BLOCK]``, or ``[r, b, 1]`` for all slots of a block, as ``[r, slots]``."""
+    whole = jnp.broadcast_to(x, (*x.shape[:2], BLOCK))
+    return whole.reshape(x.shape[0], -1)[:, :slots]

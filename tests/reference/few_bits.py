@@ -1,0 +1,48 @@
+"""Codes of few bits with scales of blocks, in NumPy, with loops."""
+
+import numpy as np
+
+
+def to_bfloat16(x):
+    """The nearest bfloat16, to even, as float32."""
+    bits = np.asarray(x, np.float32).view(np.uint32).astype(np.uint64)
+    bits += 0x7FFF + ((bits >> 16) & 1)
+    return (bits.astype(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+def mean_without_outliers(magnitudes, slots):
+    """The mean of ``f[m]`` in which none counts for more than a multiple of the mean before."""
+    if not len(magnitudes):
+        return 0.0
+    most = min(4, max(1.25, slots / 4))
+    found = np.mean(magnitudes)
+    while (following := np.mean(np.minimum(magnitudes, most * found))) < 0.9999 * found:
+        found = following
+    return found
+
+
+def arrives(values, bits, block=256):
+    """What codes of ``f32[c]`` stand for."""
+    values = np.asarray(values, np.float64)
+    out = np.zeros(len(values), np.float32)
+    for start in range(0, len(values), block):
+        part = values[start : start + block]
+        magnitude = np.abs(part)
+        mean = mean_without_outliers(magnitude, len(values))
+        at = np.arange(start, start + len(part))
+        sign = np.where((part < 0) | ((part == 0) & (at % 2 == 1)), -1.0, 1.0)
+        if bits == 1:
+            found = sign * to_bfloat16(mean)
+        elif bits == 2:
+            high = magnitude > mean
+            low = to_bfloat16(mean_without_outliers(magnitude[~high], len(values)))
+            found = sign * np.where(
+                high, to_bfloat16(mean_without_outliers(magnitude[high], len(values))), low
+            )
+        else:
+            most = 2 ** (bits - 1) - 1
+            step = to_bfloat16(min(4 * mean, magnitude.max()) / most)
+            levels = [*(step * np.arange(most)), to_bfloat16(magnitude.max())]
+            found = np.sign(part) * [min(levels, key=lambda x: abs(x - m)) for m in magnitude]
+        out[at] = found
+    return out
