@@ -34,7 +34,9 @@ CASES = {
     "spread": {"frequencies": {"balance": (0, 0, 1, 0)}},
     "worst": {"conditional": "worst"},
 }
-CODECS = {name: getattr(wire, name) for name in ("raw", "elias_fano", "bf16", "narrow16", "narrow8")}
+CODECS = {
+    name: getattr(wire, name) for name in ("raw", "elias_fano", "bf16", "narrow16", "narrow8")
+}
 CODECS |= {f"qsgd{bits}": functools.partial(wire.qsgd, bits=bits) for bits in (8, 4, 2)}
 # The limits of a step of Ok-Topk, as multiples of k (P-1)/P: the paper's bound, and our targets
 # for pairs in fewer bits.
