@@ -13,6 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 from optax_ext._error_feedback import _sparse_state, _trace_checks
 from optax_ext._state import _index, _specs
 from optax_ext._state._residual_tree import ahead
+from optax_ext._train import _common
 from sparse_collectives import AxisName, _compat, transport
 
 WHOLE = PartitionSpec()
@@ -131,8 +132,8 @@ class Step(NamedTuple):
             value = loss[0] if self.has_aux else loss
             opt_state = opt_state if before is None else before(opt_state, *more)
             updates, opt_state = self.chain.update(gradients, opt_state, params, value=value)
-            _trace_checks.check_replicated_updates(updates, workers.axis)
-            _trace_checks.check_state_types(opt_state, workers.specs, workers.axis)
+            updates = _common.updates_of(updates, workers.axis)
+            opt_state = _common.state_of(opt_state, workers.specs, workers.axis)
             params = optax.apply_updates(params, updates)
             opt_state = _sparse_state.strongly_typed(opt_state)
             return params, opt_state, _sparse_state.with_lead(loss) if workers.of_each else loss

@@ -201,7 +201,7 @@ GROUPS = {
         Row(
             "flax linen with `batch_stats`",
             'optax.multi_transform({"params": optax.chain(reduce, optax.adam(1e-2)), '
-            '"batch_stats": optax.chain(dense, optax.set_to_zero())}, {"params": "params", '
+            '"batch_stats": optax.set_to_zero()}, {"params": "params", '
             '"batch_stats": "batch_stats"})',
             "[With `has_aux=True`](#batch-statistics).",
             model="batch_norm",
