@@ -8,10 +8,11 @@ import optax
 from jax.core import Tracer
 
 from optax_ext._error_feedback._sparse_state import SparseAllreduceState
-from optax_ext._state import _consolidate, _nnx, _shards, _wrappers
+from optax_ext._state import _consolidate, _nnx, _placement, _shards, _wrappers
 from optax_ext._state._residual_tree import residual_tree
 
 
+@_placement.on_auto_axes
 def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
     """Applies the residuals to the parameters, and removes the applied part from the state.
 

@@ -63,7 +63,7 @@ def init_state(
     if isinstance(mesh, Mesh):
         mesh = _placement.with_auto_axes(mesh)
     with _placement.around(mesh):
-        return _on(wanted, *_made(tx, params, mesh, specs))
+        return _on(wanted, *_made(tx, _placement.readable(params, mesh), mesh, specs))
 
 
 def _made(tx: Any, params: Any, mesh: Any, specs: Any) -> tuple[Any, Any]:

@@ -68,6 +68,11 @@ class Workers(NamedTuple):
         """The spec of values with a leading axis of the workers."""
         return PartitionSpec(self.axis)
 
+    @property
+    def of_loss(self) -> PartitionSpec:
+        """The spec of the losses of a step."""
+        return self.own if self.of_each else WHOLE
+
 
 class Step(NamedTuple):
     """One step of all workers, in two parts.
@@ -139,7 +144,7 @@ class Step(NamedTuple):
             return params, opt_state, _sparse_state.with_lead(loss) if workers.of_each else loss
 
         ins = WHOLE, workers.mapped_specs, workers.own, *specs
-        outs = WHOLE, workers.mapped_specs, workers.own if workers.of_each else WHOLE
+        outs = WHOLE, workers.mapped_specs, workers.of_loss
         return self._mapped(of_worker, workers, ins, outs, check_vma=self.check_vma)(
             params, opt_state, made, *more
         )

@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from optax_ext._error_feedback import _owner
-from optax_ext._state import _find, _nnx, _wrappers
+from optax_ext._state import _find, _nnx, _placement, _wrappers
 from optax_ext._transforms import _xi
 from sparse_collectives import _validation
 
 Writer = Callable[[int, dict[str, float]], Any]
 
 
+@_placement.on_auto_axes
 def metrics(opt_state: Any) -> dict[str, jax.Array]:
     """Statistics of the last step and of the residuals, as scalars.
 
