@@ -95,14 +95,22 @@ def on_auto_axes(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def anywhere(*args: Any, **kwargs: Any) -> Any:
         mesh = _compat.ambient_mesh()
-        if not isinstance(mesh, Mesh) or (auto := with_auto_axes(mesh)) == mesh:
+        if not isinstance(mesh, Mesh) or mesh == with_auto_axes(mesh):
             return function(*args, **kwargs)
         args, kwargs = typed((args, kwargs), with_auto_axes)
-        with around(auto):
+        with around(with_auto_axes(mesh)):
             results = function(*args, **kwargs)
-        return typed(results, lambda found: mesh if found == auto else found)
+        return as_around(results)
 
     return anywhere
+
+
+def as_around(tree: Any) -> Any:
+    """Arrays with the axis types of the mesh of ``jax.set_mesh``, if they are on its devices."""
+    mesh = _compat.ambient_mesh()
+    if not isinstance(mesh, Mesh) or (auto := with_auto_axes(mesh)) == mesh:
+        return tree
+    return typed(tree, lambda found: mesh if found == auto else found)
 
 
 def given_of(

@@ -147,7 +147,7 @@ def data_parallel(
             raise
         queues[mesh].add(done)
         given_back, kinds = made[static]
-        left = list(map(iter, rows))
+        left = list(map(iter, _placement.as_around(rows)))
         results, modules = _joined(given_back, [next(left[kind]) for kind in kinds])
         for module, new in zip(filter(_nnx.is_module, args), modules, strict=True):
             _nnx.nnx().update(module, _nnx.nnx().state(new))

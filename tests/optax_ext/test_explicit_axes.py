@@ -117,3 +117,33 @@ def test_a_round_on_explicit_axes():
                 losses * 2
             ends.append(bits((params, state, losses)))
     assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("sharded", [False, slow(True)])
+def test_data_parallel_and_sharded_parameters(sharded):
+    tx, ends = TX["sparse_adamw"](), []
+    sizes, names = ((2, 2), ("data", "model")) if sharded else (4, "data")
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        on = mesh(sizes, names, kind)
+        with jax.set_mesh(on):
+            params = jax.tree.map(jnp.array, PARAMS)
+            if sharded:
+                place = {"w": P(None, "model"), "b": P("model")}
+                place = {name: NamedSharding(on, spec) for name, spec in place.items()}
+                params = jax.device_put(PARAMS, place)
+            state = optax_ext.init_state(tx, params, on)
+
+            @optax_ext.data_parallel
+            def step(params, state, batch):
+                loss, gradient = jax.value_and_grad(loss_fn)(optax_ext.ahead(params, state), batch)
+                updates, state = tx.update(gradient, state, params)
+                return optax.apply_updates(params, updates), state, loss
+
+            if sharded:
+                step = optax_ext.make_train_step(loss_fn, tx, on)
+            for i in range(STEPS):
+                params, state, loss = step(params, state, batch_of(seed=i))
+                jax.tree.map(lambda x: x * 2, (params, loss))
+        assert {leaf.sharding.mesh for leaf in jax.tree.leaves((params, state, loss))} == {on}
+        ends.append(bits((params, state, loss)))
+    assert ends[0] == ends[1]
