@@ -107,6 +107,8 @@ class Step(NamedTuple):
             if self.check_vma:
                 loss = made[0][0] if self.has_aux else made[0]
                 _trace_checks.check_loss_is_local(loss, workers.axis)
+            # Of a complex leaf JAX returns the conjugate of the direction in which the loss rises.
+            made = made[0], jax.tree.map(_ascent, made[1])
             return _sparse_state.with_lead(jax.tree.map(jnp.asarray, made))
 
         ins = WHOLE, workers.mapped_specs, workers.own
@@ -153,3 +155,7 @@ class Step(NamedTuple):
         self, function: Any, workers: Workers, ins: Any, outs: Any, *, check_vma: bool
     ) -> Callable[..., Any]:
         return mapped(function, self.mesh, ins, outs, check_vma=check_vma, manual=workers.manual)
+
+
+def _ascent(gradient: Any) -> Any:
+    return jnp.conj(gradient) if jnp.iscomplexobj(gradient) else gradient
