@@ -1,4 +1,4 @@
-"""A mesh with explicit axes, as ``jax.make_mesh`` makes it, also as the mesh of the program."""
+"""A mesh with explicit axes, also as the mesh of the program, and arrays on other devices."""
 
 import contextlib
 import functools
@@ -147,3 +147,19 @@ def test_data_parallel_and_sharded_parameters(sharded):
         assert {leaf.sharding.mesh for leaf in jax.tree.leaves((params, state, loss))} == {on}
         ends.append(bits((params, state, loss)))
     assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("optimizer", ["schedule_free_sgd", slow("prodigy"), slow("adam")])
+@pytest.mark.parametrize("device", [0, 7])
+def test_a_state_of_parameters_that_are_committed_to_one_device(optimizer, device):
+    after = {"adam": optax.adam(1e-2)}.get(optimizer)
+    if after is None:
+        after = getattr(optax.contrib, optimizer)(0.1)
+    tx, on = optax.chain(optax_ext.topk_a(0.1, axis="data"), after), mesh()
+    committed = jax.device_put(PARAMS, jax.devices()[device])
+    found = optax_ext.init_state(tx, committed, on)
+    assert bits(found) == bits(optax_ext.init_state(tx, PARAMS, on))
+    assert {leaf.sharding.device_set for leaf in jax.tree.leaves(found)} == {
+        frozenset(on.devices.flat)
+    }
+    optax_ext.make_train_step(loss_fn, tx, on)(committed, found, batch_of())
