@@ -1,7 +1,7 @@
 """Optimizer states in ``flax.serialization``, as dictionaries of their arrays.
 
-It knows NamedTuples, but no other nodes of a tree. What a state was made for, which is no array,
-comes from the state that it is restored into.
+flax saves NamedTuples, but no other nodes of a tree. Layout and settings, which are no arrays, come
+from the state that is restored into.
 """
 
 import dataclasses

@@ -37,7 +37,7 @@ def reshard(opt_state: Any, fresh_state: Any) -> Any:
     gradients at parameters that they have moved themselves, so there the mean over the workers is
     kept, and not the sum: the mean of the residuals, velocities and movements is the same, to one
     rounding, and each new worker goes on from it. The parameters that an exchange would make, and
-    the loss, stay where they were, at any step of a round. With as many workers as before, each
+    the loss, do not jump, at any step of a round. With as many workers as before, each
     keeps its own.
 
     A residual that is a copy of another worker's, as ``flax.jax_utils.replicate`` makes them, is
@@ -86,12 +86,11 @@ def reshard(opt_state: Any, fresh_state: Any) -> Any:
             "only the transformation can make it, and it says where the arrays are to be. Give "
             "optax_ext.init_state(tx, params, new_mesh)."
         )
-    takes_local_steps = _index.of(_nnx.arrays(opt_state)).takes_local_steps
-    return resharded(opt_state, fresh_state, keeps_mean=takes_local_steps)
+    return resharded(opt_state, fresh_state, keeps_mean=True)
 
 
 def resharded(opt_state: Any, fresh_state: Any, *, keeps_mean: bool = False) -> Any:
-    """As :func:`reshard`; ``keeps_mean`` says whether the mean stays the same, or the sum."""
+    """As :func:`reshard`; ``keeps_mean`` says whether rounds keep the mean, or also the sum."""
     given = fresh_state
     opt_state, fresh_state = _nnx.arrays(opt_state), _nnx.arrays(fresh_state)
     (old, _, old_tree), (new, known, tree) = _parts(opt_state), _parts(fresh_state)
@@ -106,10 +105,17 @@ def resharded(opt_state: Any, fresh_state: Any, *, keeps_mean: bool = False) -> 
     for (path, before), (_, fresh), now in zip(old, new, known, strict=True):
         _check(jax.tree_util.keystr(path), before, fresh, now, workers)
     pairs = zip(old, new, known, strict=True)
-    across = _rows.deal
+    in_rounds: _Across = _rows.deal
     if keeps_mean and all(workers):
-        across = functools.partial(_rows.share, scale=workers[1] / workers[0])
-    moved = [_moved(before, fresh, now, workers, across) for (_, before), (_, fresh), now in pairs]
+        in_rounds = functools.partial(_rows.share, scale=workers[1] / workers[0])
+
+    def across(now: Any) -> _Across:
+        known = jax.tree.leaves(now, is_leaf=_is_known)
+        return in_rounds if known and known[0].in_rounds else _rows.deal
+
+    moved = [
+        _moved(before, fresh, now, workers, across(now)) for (_, before), (_, fresh), now in pairs
+    ]
     return _nnx.like(given, tree.unflatten(moved))
 
 

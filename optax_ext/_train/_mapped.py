@@ -107,7 +107,7 @@ class Step(NamedTuple):
             if self.check_vma:
                 loss = made[0][0] if self.has_aux else made[0]
                 _trace_checks.check_loss_is_local(loss, workers.axis)
-            # Of a complex leaf JAX returns the conjugate of the direction in which the loss rises.
+            # JAX returns the conjugate of the direction in which a loss of complex leaves rises.
             made = made[0], jax.tree.map(_ascent, made[1])
             return _sparse_state.with_lead(jax.tree.map(jnp.asarray, made))
 

@@ -89,7 +89,7 @@ class Places:
         )
 
     @property
-    def mesh(self) -> Mesh:
+    def mesh(self) -> Any:
         """The mesh of parameters and state, with the axis types of the program."""
         return self._params[0].mesh if self._params else self._states[0].mesh
 

@@ -102,7 +102,9 @@ def make_train_round(
     parts = Parts(_mapped.Step(chain, loss_fn, has_aux, mesh, check_vma))
     if exchange_mesh is None:
         jitted: Any = jax.jit(
-            lambda *args, places: _kept(parts.round(*_begin(*args, places)), places),
+            lambda params, opt_state, batches, places: _kept(
+                parts.round(*_begin(params, opt_state, batches, places)), places
+            ),
             static_argnames="places",
             donate_argnums=(0, 1) if donate else (),
         )

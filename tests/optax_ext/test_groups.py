@@ -77,7 +77,7 @@ WAYS = {
     "a function of subtrees": lambda: grouped(lambda _: PREFIX),
     "masked": lambda: of_parts(("train", False), ("freeze", True)),
     "zeros first": lambda: of_parts(("freeze", True), ("train", False)),
-    # Moments of zeros are the same on all workers, too.
+    # Moments of zeros are also the same on all workers.
     "frozen with a state": lambda: grouped(
         PREFIX, lambda: optax.chain(optax.set_to_zero(), optax.adam(1e-2))
     ),

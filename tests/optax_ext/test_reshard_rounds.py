@@ -102,6 +102,18 @@ def test_between_exchanges_of_gradients_the_sum_stays():
     np.testing.assert_allclose(got.sum(0), rows.sum(0), rtol=1e-6)
 
 
+def test_a_group_of_gradients_beside_rounds_keeps_its_sum():
+    groups = {"r": OPTIMIZERS["every"](), "g": optax_ext.sparse_sgd(0.1, axis="w")}
+    tx = optax.partition(groups, {"a": "r", "b": "g"})
+    old, new = (optax_ext.init_state(tx, PARAMS, {"w": n}) for n in (4, 2))
+    moved = optax_ext.reshard(filled(old), new).inner_states
+    for name, total in (("r", np.mean), ("g", np.sum)):
+        rows = [
+            optax_ext.get_state(state[name]).residual for state in (filled(old).inner_states, moved)
+        ]
+        np.testing.assert_allclose(*(total(x, axis=0) for x in rows), rtol=1e-5, atol=1e-6)
+
+
 def loss_fn(params, x):
     return jnp.mean((x @ params["w"] + params["b"][None] - x[:, :4]) ** 2)
 
