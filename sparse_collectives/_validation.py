@@ -100,11 +100,15 @@ def as_vector(name: str, x: Any) -> jax.Array:
 
 def check_float(name: str, dtype: Any, *, float64: bool = False) -> None:
     """Accepts float32, bfloat16 and float16, and float64 if the caller can sum it."""
-    dtype = jnp.dtype(dtype)
+    if not jnp.issubdtype(dtype, jax.dtypes.extended):
+        dtype = jnp.dtype(dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
+        is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+        other = " (An optimizer takes them in optax.contrib.split_real_and_imaginary(tx).)"
         raise TypeError(
             f"{name} must be of a real floating type, got {dtype}. Keep such leaves out of the "
-            "parameters, as nnx.split(model, nnx.Param, ...) does, or cast them to float32."
+            "parameters, as nnx.split(model, nnx.Param, ...) does, or cast them to "
+            f"float32.{other if is_complex else ''}"
         )
     if dtype.itemsize not in ((2, 4, 8) if float64 else (2, 4)):
         wider = (

@@ -55,6 +55,31 @@ def depends_on(values: Iterable[Any], sources: Iterable[Any]) -> bool:
     return False
 
 
+def is_common(value: Any, axis: AxisName) -> bool:
+    """Whether a value is the same on all workers, whatever its type says.
+
+    Every path back from it ends in a constant, in a reduction, or in a value that is typed as the
+    same: zeros in the type of a gradient, for example.
+    """
+    return all(_is_common(_compat.captured(value), name) for name in _compat.axis_names(axis))
+
+
+def _is_common(value: Any, name: Any) -> bool:
+    seen: dict[int, Any] = {}
+    stack = [value]
+    while stack:
+        x = stack.pop()
+        if not isinstance(x, Tracer) or id(x) in seen or name not in _compat.varying_axes(x):
+            continue
+        seen[id(x)] = x
+        eqn = _compat.made_by(x)
+        if eqn is None or (kind := _kind(eqn, name)) == _OTHER:
+            return False
+        if kind == _OPERANDS:
+            stack.extend(map(_compat.captured, eqn.invars))
+    return True
+
+
 def _operands(x: Any) -> list[Any]:
     eqn = _compat.made_by(x)
     return [] if eqn is None else list(eqn.invars)

@@ -163,7 +163,9 @@ _FLOATS = {jnp.dtype(name) for name in ("float32", "bfloat16", "float16")}
 
 
 def _dtype(leaf: Any) -> Any:
-    return jnp.dtype(jnp.result_type(leaf))
+    dtype = jnp.result_type(leaf)
+    # A key of jax.random has a dtype that NumPy does not know.
+    return dtype if jnp.issubdtype(dtype, jax.dtypes.extended) else jnp.dtype(dtype)
 
 
 def layout_of(tree: Any, name: str, dense: tuple[bool, ...] | None = None) -> TreeLayout:

@@ -330,36 +330,3 @@ def check_same_on_devices(
                 "gradient of its own part of the loss. Add them up with jax.lax.psum(gradient, "
                 f"{differs[0]!r}) before tx.update."
             )
-
-
-def check_replicated_updates(updates: Any, axis: AxisName) -> None:
-    """The transformation has reduced the gradients: every worker has the same updates."""
-    if not _compat.checks_varying(axis):
-        return  # The types do not record it.
-    for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]:
-        if set(_compat.axis_names(axis)) & _compat.varying_axes(leaf):
-            raise ValueError(
-                f"updates{jax.tree_util.keystr(path)} of tx differ between the workers of axis "
-                f"{axis!r}: no transformation in it reduces the gradients over that axis. Put "
-                f"optax_ext.ok_topk(density=..., axis={axis!r}) or optax_ext.dense(axis={axis!r}) "
-                "first in the chain."
-            )
-
-
-def check_state_types(opt_state: Any, specs: Any, axis: AxisName) -> None:
-    """Values that ``specs`` declares to be the same on every worker are the same."""
-    if not _compat.checks_varying(axis):
-        return  # The types do not record it.
-    names = set(_compat.axis_names(axis))
-    leaves = jax.tree_util.tree_leaves_with_path(opt_state)
-    for (path, leaf), spec in zip(leaves, jax.tree.leaves(specs), strict=True):
-        split = set(_compat.axis_names(spec[0])) if len(spec) else set()
-        if (names & _compat.varying_axes(leaf)) - split:
-            raise ValueError(
-                f"opt_state{jax.tree_util.keystr(path)} differs between the workers of axis "
-                f"{axis!r}: a transformation makes its state from gradients that are not reduced "
-                "yet. Put it after the allreduce in the chain, or give it to the allreduce as "
-                "local=, which keeps a state for each worker. To accumulate gradients before the "
-                "allreduce, use optax_ext.multi_steps; for momentum before it, use "
-                "optax_ext.momentum_correction."
-            )

@@ -24,8 +24,7 @@ def decayed(
       sparse: a :func:`sparse_allreduce` whose output are updates of the parameters.
       learning_rate: the factor on the decay.
       weight_decay: the decay of the parameters for a learning rate of 1.
-      mask: a tree of booleans like the parameters, or a function from the parameters to one;
-        True marks leaves that decay. None: all leaves.
+      mask: True for leaves that decay, in any form that ``optax.masked`` takes. None: all leaves.
     """
     weight_decay = _options.check_hyperparameter("weight_decay", weight_decay, 0.0, float("inf"))
     if isinstance(weight_decay, float) and not weight_decay:
@@ -47,9 +46,16 @@ def decayed(
                 return update
             return update - (factor * parameter.astype(jnp.float32)).astype(update.dtype)
 
-        where = mask(params) if callable(mask) else mask
-        if where is None:
-            where = jax.tree.map(lambda _: True, params)
-        return jax.tree.map(decay, updates, params, where), new
+        return jax.tree.map(decay, updates, params, _decaying(mask, params)), new
 
     return optax.GradientTransformationExtraArgs(sparse.init, cast(Any, update))
+
+
+def _decaying(mask: Any, params: Any) -> Any:
+    """Whether each leaf decays, as a tree of booleans. ``optax.masked`` itself reads the mask."""
+    chosen = optax.stateless(lambda updates, _: jax.tree.map(lambda _: True, updates))
+    state: Any = optax.EmptyState()
+    if mask is not None:
+        chosen, state = optax.masked(chosen, mask), optax.MaskedState(state)
+    marked, _ = chosen.update(params, state, params)
+    return jax.tree.map(lambda leaf: leaf is True, marked)

@@ -9,11 +9,12 @@ from jax.core import Tracer
 
 from optax_ext._error_feedback._roles import Role
 from optax_ext._error_feedback._sparse_state import SparseAllreduceState
-from optax_ext._state import _host_checks, _index, _nnx, _shards, _wrappers
+from optax_ext._state import _host_checks, _index, _nnx, _placement, _shards, _wrappers
 from optax_ext._state._residual_tree import residual_tree
 from sparse_collectives import _compat
 
 
+@_placement.on_auto_axes
 def consolidate(params: Any, opt_state: Any) -> tuple[Any, Any]:
     """Returns all residuals as one dense gradient, and the state without them.
 

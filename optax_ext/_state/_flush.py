@@ -8,10 +8,11 @@ import optax
 from jax.core import Tracer
 
 from optax_ext._error_feedback._sparse_state import SparseAllreduceState
-from optax_ext._state import _consolidate, _nnx, _shards, _wrappers
+from optax_ext._state import _consolidate, _nnx, _placement, _shards, _wrappers
 from optax_ext._state._residual_tree import residual_tree
 
 
+@_placement.on_auto_axes
 def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
     """Applies the residuals to the parameters, and removes the applied part from the state.
 
@@ -34,7 +35,8 @@ def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
 
     Raises:
       ValueError: the residuals are gradients (pass the result of :func:`consolidate` to the
-        optimizer after the allreduce instead); and as :func:`consolidate`.
+        optimizer after the allreduce instead); a transformation follows the optimizer in its chain,
+        such as a mask that freezes leaves, which would be left out; and as :func:`consolidate`.
 
     Example:
       >>> import jax.numpy as jnp, optax_ext
@@ -55,9 +57,31 @@ def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
                 "they were made without a step_ahead. Use optax_ext.consolidate(params, "
                 "opt_state), and give the gradient to the optimizer after the allreduce."
             )
+    _check_nothing_follows(opt_state)
     updates = residual_tree(opt_state, params, lambda node: _shards.leaves_of(node, _step(node)[0]))
     rest = _consolidate.emptied(opt_state, _without_step)
     return optax.apply_updates(params, updates), _nnx.like(given, rest)
+
+
+def _check_nothing_follows(tree: Any) -> None:
+    """Checks that no ``optax.chain`` would have changed the updates that residuals hold."""
+    for chain in jax.tree.leaves(tree, is_leaf=lambda node: type(node) is tuple):
+        if type(chain) is not tuple or not _wrappers.get_states(chain):
+            continue
+        first = next(i for i, part in enumerate(chain) if _wrappers.get_states(part))
+        # What reduces gradients itself is for other leaves.
+        if not all(map(_wrappers.reductions, chain[first:])):
+            raise ValueError(
+                "opt_state has a transformation after the optimizer in its chain, which flush "
+                "would leave out: a leaf that it freezes would move. To freeze leaves, write "
+                "optax.partition({'train': optimizer, 'freeze': optax.set_to_zero()}, labels), or "
+                "put what is for other leaves first in the chain. Otherwise apply it yourself: "
+                "updates, opt_state = optax_ext.consolidate(params, opt_state), then updates, _ = "
+                "following.update(updates, its_state, params), and optax.apply_updates(params, "
+                "updates)."
+            )
+        for part in chain:
+            _check_nothing_follows(part)
 
 
 def _step(node: SparseAllreduceState) -> tuple[jax.Array, jax.Array]:

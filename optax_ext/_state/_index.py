@@ -30,13 +30,15 @@ _AROUND = {"acc_grads": Field(Role.SUMMED, Rows.JOINED)}
 class Leaf(NamedTuple):
     """An array of a state; ``spec`` is over the axes of the workers, of shards, and of devices.
 
-    ``reduces`` says whether it is in the state of a sparse reduction, and not around one.
+    ``reduces`` says whether it is in the state of a sparse reduction, and not around one, and
+    ``in_rounds`` whether it is in one with ``every=``, or in the state of local steps.
     """
 
     role: Role
     rows: Rows
     spec: PartitionSpec
     reduces: bool
+    in_rounds: bool
 
 
 class Moved(NamedTuple):
@@ -170,15 +172,16 @@ def _cached(structure: Any) -> Index:
 
 def _made(structure: Any) -> Index:
     tree = structure.unflatten(range(structure.num_leaves))
-    found = _Found([(_WHOLE, None)] * structure.num_leaves, [])
-    _walk(tree, _WHOLE, None, found)
+    nothing = _Around(_WHOLE, None, False)
+    found = _Found([nothing] * structure.num_leaves, [])
+    _walk(tree, nothing, found)
     reductions = _wrappers.reductions(tree)
     axes = tuple(dict.fromkeys(map(_axis_of, reductions)))
     sparse = [x for x in reductions if isinstance(x, SparseAllreduceState)]
     return Index(
         leaves=tuple(
-            Leaf(field.role, field.rows, _spec(field, axes, state), state is not None)
-            for field, state in found.leaves
+            Leaf(field.role, field.rows, _spec(field, axes, state), state is not None, in_rounds)
+            for field, state, in_rounds in found.leaves
         ),
         sparse=tuple((x.settings, x.layout) for x in sparse),
         moves=tuple(found.moves),
@@ -188,26 +191,37 @@ def _made(structure: Any) -> Index:
     )
 
 
-class _Found(NamedTuple):
-    """The field and the sparse reduction around each leaf, and the movements."""
+class _Around(NamedTuple):
+    """The field and the sparse reduction around a leaf, and whether workers take steps in it."""
 
-    leaves: list[tuple[Field, SparseAllreduceState | None]]
+    field: Field
+    sparse: SparseAllreduceState | None
+    in_rounds: bool
+
+
+class _Found(NamedTuple):
+    """The surroundings of each leaf, and the movements."""
+
+    leaves: list[_Around]
     moves: list[Moved]
 
 
-def _walk(tree: Any, field: Field, sparse: SparseAllreduceState | None, found: _Found) -> None:
-    """Goes through a tree of numbers of leaves, which are as ``field`` says unless it declares."""
-    if field.role is Role.MOVED:
+def _walk(tree: Any, around: _Around, found: _Found) -> None:
+    """Goes through a tree of numbers of leaves, which are as a field says unless it declares."""
+    if around.field.role is Role.MOVED:
         numbers, treedef = jax.tree.flatten(tree)
         start = min(numbers, default=0)
         found.moves.append(Moved(start, start + len(numbers), treedef))
     for child in jax.tree.leaves(tree, is_leaf=_declares):
         if not _declares(child):
-            found.leaves[child] = field, sparse
+            found.leaves[child] = around
             continue
-        around = child if isinstance(child, SparseAllreduceState) else sparse
-        for name, here in _fields_of(child, field).items():
-            _walk(getattr(child, name), here, around, found)
+        fields, sparse, in_rounds = _fields_of(child, around.field), around.sparse, around.in_rounds
+        in_rounds = in_rounds or any(field.role is Role.MOVED for field in fields.values())
+        if isinstance(child, SparseAllreduceState):
+            sparse, in_rounds = child, in_rounds or child.settings.every > 1
+        for name, here in fields.items():
+            _walk(getattr(child, name), _Around(here, sparse, in_rounds), found)
 
 
 def _declares(node: Any) -> bool:

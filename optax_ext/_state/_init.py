@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from optax_ext._error_feedback import _layout, _param_sharding, _sparse_state
 from optax_ext._error_feedback._trace_checks import UnboundAxisError
-from optax_ext._state import _find, _host_checks, _placement, _specs, _whole_optimizers
+from optax_ext._state import _find, _flax, _host_checks, _placement, _specs, _whole_optimizers
 from sparse_collectives import AxisName, _compat
 
 
@@ -59,11 +59,12 @@ def init_state(
     call = "optax_ext.init_state(tx, params, mesh)"
     _host_checks.check_transformation(call, tx, mesh, AbstractMesh, Mapping)
     _host_checks.check_order(call, params, None)
+    _flax.register()
     wanted = mesh
     if isinstance(mesh, Mesh):
         mesh = _placement.with_auto_axes(mesh)
     with _placement.around(mesh):
-        return _on(wanted, *_made(tx, params, mesh, specs))
+        return _on(wanted, *_made(tx, _placement.readable(params, mesh), mesh, specs))
 
 
 def _made(tx: Any, params: Any, mesh: Any, specs: Any) -> tuple[Any, Any]:
@@ -168,6 +169,7 @@ def transformation(
     """
 
     def anywhere(params: Any) -> Any:
+        _flax.register()
         if _compat.axis_is_bound(axis):
             return init(params)
         names = _compat.axis_names(axis)

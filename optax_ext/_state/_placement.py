@@ -1,7 +1,8 @@
 """Where parameters are on a mesh, and where the optimizer's arrays for them go."""
 
 import contextlib
-from collections.abc import Generator, Mapping
+import functools
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import jax
@@ -29,11 +30,87 @@ def with_auto_axes(mesh: Mesh) -> Mesh:
 def around(mesh: Any) -> Generator[None]:
     """Replaces the mesh of ``jax.set_mesh``, if there is one, by this one with its axis types."""
     set_by_user = _compat.ambient_mesh()
-    if isinstance(mesh, Mesh) and isinstance(set_by_user, Mesh) and set_by_user != mesh:
+    if not isinstance(mesh, Mesh) or set_by_user is None:
+        yield
+    elif isinstance(set_by_user, Mesh) and set_by_user != mesh:
         with jax.set_mesh(mesh):
+            yield
+    elif set_by_user.shape == mesh.shape and set_by_user.axis_types != mesh.axis_types:
+        # JAX is tracing.
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             yield
     else:
         yield
+
+
+def of_program(mesh: Mesh, traced: Any = ()) -> Mesh:
+    """The mesh for results: ``mesh`` if the program around has its explicit axes, else Auto axes.
+
+    It has them under ``jax.set_mesh(mesh)``, and in a trace whose arguments ``traced`` have them:
+    JAX takes an operand, or a carried value of a loop, only with the axis types of the others.
+    """
+    around = [_compat.ambient_mesh()]
+    around += [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(traced)]
+    explicit = any(m is not None and AxisType.Explicit in m.axis_types for m in around)
+    return mesh if explicit else with_auto_axes(mesh)
+
+
+def typed(tree: Any, types: Callable[[Mesh], Mesh]) -> Any:
+    """Arrays on another mesh of the same devices, in the same places."""
+
+    def one(x: Any) -> Any:
+        here = getattr(x, "sharding", None)
+        if isinstance(x, Tracer) or not isinstance(here, NamedSharding):
+            return x
+        mesh = types(here.mesh) if isinstance(here.mesh, Mesh) else here.mesh
+        return x if mesh == here.mesh else jax.device_put(x, NamedSharding(mesh, here.spec))
+
+    return jax.tree.map(one, tree)
+
+
+def readable(params: Any, mesh: Any) -> Any:
+    """The parameters for a program on ``mesh``, whose axes are Auto.
+
+    Arrays that are committed to other devices, as restored ones are, are read into the host.
+    """
+    if not isinstance(mesh, Mesh):
+        return params
+    devices = {*mesh.devices.flat}
+
+    def one(x: Any) -> Any:
+        if isinstance(x, Tracer) or not isinstance(x, jax.Array) or not x.committed:
+            return x
+        elsewhere = x.sharding.device_set != devices and x.is_fully_addressable
+        return np.asarray(x) if elsewhere else x
+
+    return typed(jax.tree.map(one, params), with_auto_axes)
+
+
+def on_auto_axes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` of arrays, which computes on Auto axes also under a ``jax.set_mesh`` of others.
+
+    Its results are on the axes that the program has.
+    """
+
+    @functools.wraps(function)
+    def anywhere(*args: Any, **kwargs: Any) -> Any:
+        mesh = _compat.ambient_mesh()
+        if not isinstance(mesh, Mesh) or mesh == with_auto_axes(mesh):
+            return function(*args, **kwargs)
+        args, kwargs = typed((args, kwargs), with_auto_axes)
+        with around(with_auto_axes(mesh)):
+            results = function(*args, **kwargs)
+        return as_around(results)
+
+    return anywhere
+
+
+def as_around(tree: Any) -> Any:
+    """Arrays with the axis types of the mesh of ``jax.set_mesh``, if they are on its devices."""
+    mesh = _compat.ambient_mesh()
+    if not isinstance(mesh, Mesh) or (auto := with_auto_axes(mesh)) == mesh:
+        return tree
+    return typed(tree, lambda found: mesh if found == auto else found)
 
 
 def given_of(

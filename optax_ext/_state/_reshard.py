@@ -1,6 +1,8 @@
 """Resharding: the residuals for another number of workers."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -31,11 +33,18 @@ def reshard(opt_state: Any, fresh_state: Any) -> Any:
     An update divides by the number of workers: with 3 instead of 8, the contents of the residuals
     weigh 8/3 as much when they are delivered.
 
+    In rounds (``every=``, :func:`local_steps`, DiLoCo and its variants) workers take their
+    gradients at parameters that they have moved themselves, so there the mean over the workers is
+    kept, and not the sum: the mean of the residuals, velocities and movements is the same, to one
+    rounding, and each new worker goes on from it. The parameters that an exchange would make, and
+    the loss, do not jump, at any step of a round. With as many workers as before, each
+    keeps its own.
+
     A residual that is a copy of another worker's, as ``flax.jax_utils.replicate`` makes them, is
     left out, as in a step.
 
     The gradients that ``multi_steps``, or ``optax.MultiSteps`` around the allreduce, has
-    accumulated are split in the same way, and so are the workers' changes in ``local_steps``.
+    accumulated are split in the same way.
 
     Regions, thresholds and counters of periods come from ``fresh_state``, so the next step
     evaluates them again. The factors of :func:`powersgd` and :func:`acp_sgd`, which all workers
@@ -77,6 +86,11 @@ def reshard(opt_state: Any, fresh_state: Any) -> Any:
             "only the transformation can make it, and it says where the arrays are to be. Give "
             "optax_ext.init_state(tx, params, new_mesh)."
         )
+    return resharded(opt_state, fresh_state, keeps_mean=True)
+
+
+def resharded(opt_state: Any, fresh_state: Any, *, keeps_mean: bool = False) -> Any:
+    """As :func:`reshard`; ``keeps_mean`` says whether rounds keep the mean, or also the sum."""
     given = fresh_state
     opt_state, fresh_state = _nnx.arrays(opt_state), _nnx.arrays(fresh_state)
     (old, _, old_tree), (new, known, tree) = _parts(opt_state), _parts(fresh_state)
@@ -91,7 +105,17 @@ def reshard(opt_state: Any, fresh_state: Any) -> Any:
     for (path, before), (_, fresh), now in zip(old, new, known, strict=True):
         _check(jax.tree_util.keystr(path), before, fresh, now, workers)
     pairs = zip(old, new, known, strict=True)
-    moved = [_moved(before, fresh, now, workers) for (_, before), (_, fresh), now in pairs]
+    in_rounds: _Across = _rows.deal
+    if keeps_mean and all(workers):
+        in_rounds = functools.partial(_rows.share, scale=workers[1] / workers[0])
+
+    def across(now: Any) -> _Across:
+        known = jax.tree.leaves(now, is_leaf=_is_known)
+        return in_rounds if known and known[0].in_rounds else _rows.deal
+
+    moved = [
+        _moved(before, fresh, now, workers, across(now)) for (_, before), (_, fresh), now in pairs
+    ]
     return _nnx.like(given, tree.unflatten(moved))
 
 
@@ -151,31 +175,35 @@ def _check_readable(opt_state: Any) -> None:
             )
 
 
-def _moved(old: Any, new: Any, now: Any, workers: tuple[int, int]) -> Any:
+# Rows of old workers as rows of new ones, for their number and in a dtype.
+_Across = Callable[[np.ndarray, int, Any], np.ndarray]
+
+
+def _moved(old: Any, new: Any, now: Any, workers: tuple[int, int], across: _Across) -> Any:
     """A part of ``new`` with the contents of ``old``."""
     if isinstance(new, SparseAllreduceState):
-        return _reduction(old, new, now)
+        return _reduction(old, new, now, across)
     if now.role is Role.SHARED:
         return _placed(old, new)
     # Rows along the first axis, one or several for each worker.
     host = np.asarray(old).reshape(workers[0], -1)
     if now.role is Role.STATISTIC:
         return _placed(host[np.arange(workers[1]) % workers[0]].reshape(new.shape), new)
-    return _dealt(host, new, workers[1])
+    return _dealt(host, new, workers[1], across)
 
 
-def _dealt(rows: np.ndarray, fresh: Any, workers: int) -> Any:
-    """The rows of old workers for others, with the same sum; counts go to the first worker."""
+def _dealt(rows: np.ndarray, fresh: Any, workers: int, across: _Across) -> Any:
+    """The rows of old workers for others; counts go to the first worker."""
     if jnp.issubdtype(fresh.dtype, jnp.integer):
         made = np.zeros(fresh.shape, fresh.dtype)
         made[0] = np.sum(rows, axis=0).reshape(made[0].shape)
     else:
-        made = _rows.deal(rows.astype(np.float32), workers, fresh.dtype).reshape(fresh.shape)
+        made = across(rows.astype(np.float32), workers, fresh.dtype).reshape(fresh.shape)
     return _placed(made, fresh)
 
 
 def _reduction(
-    old: SparseAllreduceState, new: SparseAllreduceState, now: Any
+    old: SparseAllreduceState, new: SparseAllreduceState, now: Any, across: _Across
 ) -> SparseAllreduceState:
     """``new`` with the contents of ``old``, field by field, as the fields are declared."""
     copied = np.isin(np.arange(old.workers), _host_checks.copies(old))
@@ -188,17 +216,17 @@ def _reduction(
 
     def summed(before: Any, fresh: Any, rows: Rows) -> Any:
         if rows is Rows.WORKER:
-            return _dealt(np.asarray(before), fresh, new.workers)
+            return _dealt(np.asarray(before), fresh, new.workers, across)
         if rows is Rows.DENSE:
             # These leaves are not divided within a node.
             parts = of_owners(before).reshape(old.workers, old.devices, -1)
             whole = _shards.joined(parts, old.layout, dense=True)
-            whole = _rows.deal(whole, new.workers, fresh.dtype)
+            whole = across(whole, new.workers, fresh.dtype)
             parts = _shards.parted(whole, new.layout, dense=True)
             return _placed(parts.reshape(fresh.shape), fresh)
         whole = _shards.rows(old, of_owners(before))
         workers = new.workers // _shards.workers_in_node(new)
-        return _placed(_shards.unrows(new, _rows.deal(whole, workers, fresh.dtype)), fresh)
+        return _placed(_shards.unrows(new, across(whole, workers, fresh.dtype)), fresh)
 
     def field(name: str) -> Any:
         before, fresh = getattr(old, name), getattr(new, name)

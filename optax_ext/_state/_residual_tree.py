@@ -48,7 +48,7 @@ def _spread(trees: Iterable[Any], params: Any) -> list[Any]:
     """
     found: list[Any] = [None] * len(jax.tree.leaves(params))
     for tree in trees:
-        parts, structure = jax.tree.flatten(tree, is_leaf=is_mask)
+        parts, structure = jax.tree.flatten(_with_complex(tree, params), is_leaf=is_mask)
         try:
             sizes = [len(jax.tree.leaves(x)) for x in structure.flatten_up_to(params)]
         except ValueError:
@@ -57,13 +57,36 @@ def _spread(trees: Iterable[Any], params: Any) -> list[Any]:
         if wrong or sum(sizes) != len(found):
             raise ValueError(
                 f"opt_state was made for parameters with another tree than params: {structure}, "
-                f"and {jax.tree.structure(params)}. Give the parameters that init was called with."
+                f"and {jax.tree.structure(params)}. Give the parameters that init was called with; "
+                "with optax.lookahead these are params.fast, and the step is one of your own: "
+                "jax.grad(loss_fn)(optax_ext.ahead(params.fast, opt_state), batch) in a function "
+                "with @optax_ext.data_parallel."
             )
         each = [part for part, size in zip(parts, sizes, strict=True) for _ in range(size)]
         for i, part in enumerate(each):
             if not is_mask(part):
                 found[i] = part if found[i] is None else found[i] + part
     return found
+
+
+def _with_complex(tree: Any, params: Any) -> Any:
+    """The tree with a complex leaf where ``params`` has one and the tree its two parts.
+
+    ``optax.contrib.split_real_and_imaginary`` gives an optimizer such pairs, the real part first.
+    """
+    leaves, structure = jax.tree.flatten(params)
+    if not any(map(jnp.iscomplexobj, leaves)):
+        return tree
+    try:
+        parts = structure.flatten_up_to(tree)
+    except ValueError:
+        return tree
+
+    def whole(leaf: Any, part: Any) -> Any:
+        pair = jax.tree.leaves(part)
+        return jax.lax.complex(*pair) if jnp.iscomplexobj(leaf) and len(pair) == 2 else part
+
+    return structure.unflatten(map(whole, leaves, parts))
 
 
 def of_vector(vector: jax.Array, layout: _layout.TreeLayout) -> Any:
@@ -75,6 +98,13 @@ def of_vector(vector: jax.Array, layout: _layout.TreeLayout) -> Any:
 def is_mask(node: Any) -> bool:
     """Whether it stands for leaves that a part of an optimizer does not receive."""
     return isinstance(node, optax.MaskedNode)
+
+
+_OUTSIDE = (
+    "optax_ext.ahead was called where axis={axis!r} is not bound. It gives the parameters at which "
+    "one worker takes its gradient, and is for the step of optax_ext.data_parallel, or of a "
+    "function mapped over that axis. To evaluate or save a model, take the parameters as they are."
+)
 
 
 def ahead(params: Any, opt_state: Any) -> Any:
@@ -96,6 +126,8 @@ def ahead(params: Any, opt_state: Any) -> Any:
     # Over MPI the state has the number of ranks, and nothing is typed as varying.
     axis = index.axis
     ranks = _compat.ranks(axis)
+    if not ranks and not _compat.axis_is_bound(axis):
+        raise ValueError(_OUTSIDE.format(axis=axis))
     workers = ranks or _trace_checks.workers(axis)
     local = params if ranks else _compat.to_varying(params, axis)
     if moved := index.moved(leaves):

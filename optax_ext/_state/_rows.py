@@ -1,4 +1,4 @@
-"""Rows whose sum over the workers counts, for another number of workers."""
+"""Rows whose sum or mean over the workers counts, for another number of workers."""
 
 from typing import Any
 
@@ -20,6 +20,27 @@ def deal(old: np.ndarray, workers: int, dtype: Any) -> np.ndarray:
         return new
     for start in range(0, old.shape[1], _COLUMNS):
         _add_up(old[:, start : start + _COLUMNS], new[:, start : start + _COLUMNS])
+    return new
+
+
+def share(old: np.ndarray, workers: int, dtype: Any, *, scale: float) -> np.ndarray:
+    """Rows for other workers that are all alike, with ``scale`` times the sum of the old ones.
+
+    Each row is the rounded share of what the rows before it have left.
+    """
+    if workers == len(old) and scale == 1:
+        return old.astype(dtype)
+    new = np.empty((workers, old.shape[1]), dtype)
+    for start in range(0, old.shape[1], _COLUMNS):
+        columns = slice(start, start + _COLUMNS)
+        finite = np.isfinite(old[:, columns]).all(axis=0)
+        left = np.where(finite, old[:, columns], 0).sum(axis=0, dtype=np.float64) * scale
+        for row in range(workers):
+            new[row, columns] = (left / (workers - row)).astype(dtype)
+            left -= new[row, columns].astype(np.float64)
+        if not finite.all():
+            index = start + np.flatnonzero(~finite)
+            new[:, index] = deal(old[:, index], workers, dtype)
     return new
 
 

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 from optax_ext._error_feedback import _sparse_state, _trace_checks
 from optax_ext._state import _index, _specs
 from optax_ext._state._residual_tree import ahead
-from optax_ext._train import _weights
+from optax_ext._train import _common, _weights
 from sparse_collectives import AxisName, _compat, transport
 
 WHOLE = PartitionSpec()
@@ -68,6 +68,11 @@ class Workers(NamedTuple):
         """The spec of values with a leading axis of the workers."""
         return PartitionSpec(self.axis)
 
+    @property
+    def of_loss(self) -> PartitionSpec:
+        """The spec of the losses of a step."""
+        return self.own if self.of_each else WHOLE
+
 
 class Step(NamedTuple):
     """One step of all workers, in two parts.
@@ -110,6 +115,8 @@ class Step(NamedTuple):
             made = (loss, *aux) if self.has_aux else loss, gradients
             if self.check_vma:
                 _trace_checks.check_loss_is_local(loss, workers.axis)
+            # JAX returns the conjugate of the direction in which a loss of complex leaves rises.
+            made = made[0], jax.tree.map(_ascent, made[1])
             if self.weighted:
                 made = _weights.shared(made, weight, workers.axis)
             return _sparse_state.with_lead(jax.tree.map(jnp.asarray, made))
@@ -142,14 +149,14 @@ class Step(NamedTuple):
             value = loss[0] if self.has_aux else loss
             opt_state = opt_state if before is None else before(opt_state, *more)
             updates, opt_state = self.chain.update(gradients, opt_state, params, value=value)
-            _trace_checks.check_replicated_updates(updates, workers.axis)
-            _trace_checks.check_state_types(opt_state, workers.specs, workers.axis)
+            updates = _common.updates_of(updates, workers.axis)
+            opt_state = _common.state_of(opt_state, workers.specs, workers.axis)
             params = optax.apply_updates(params, updates)
             opt_state = _sparse_state.strongly_typed(opt_state)
             return params, opt_state, _sparse_state.with_lead(loss) if workers.of_each else loss
 
         ins = WHOLE, workers.mapped_specs, workers.own, *specs
-        outs = WHOLE, workers.mapped_specs, workers.own if workers.of_each else WHOLE
+        outs = WHOLE, workers.mapped_specs, workers.of_loss
         return self._mapped(of_worker, workers, ins, outs, check_vma=self.check_vma)(
             params, opt_state, made, *more
         )
@@ -158,3 +165,7 @@ class Step(NamedTuple):
         self, function: Any, workers: Workers, ins: Any, outs: Any, *, check_vma: bool
     ) -> Callable[..., Any]:
         return mapped(function, self.mesh, ins, outs, check_vma=check_vma, manual=workers.manual)
+
+
+def _ascent(gradient: Any) -> Any:
+    return jnp.conj(gradient) if jnp.iscomplexobj(gradient) else gradient

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_ext._error_feedback import _owner
-from optax_ext._state import _find, _nnx, _wrappers
+from optax_ext._state import _find, _nnx, _placement, _wrappers
 from optax_ext._train import _skipped
 from optax_ext._transforms import _xi
 from sparse_collectives import _compat, _validation
@@ -17,6 +17,7 @@ from sparse_collectives import _compat, _validation
 Writer = Callable[[int, dict[str, float]], Any]
 
 
+@_placement.on_auto_axes
 def metrics(opt_state: Any) -> dict[str, jax.Array]:
     """Statistics of the last step and of the residuals, as scalars.
 

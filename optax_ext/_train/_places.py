@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from optax_ext._state import _host_checks, _index, _placement, _specs
 from sparse_collectives import _compat
@@ -58,7 +58,7 @@ def of(params: Any, opt_state: Any, mesh: Mesh, batch_spec: PartitionSpec | None
     return Places(
         [NamedSharding(mesh, spec) for spec in specs],
         [NamedSharding(mesh, spec) for spec in leaves],
-        NamedSharding(mesh, batch),
+        NamedSharding(_placement.with_auto_axes(mesh), batch),
         sharded=given is not None or bool(shared),
     )
 
@@ -89,9 +89,19 @@ class Places:
         )
 
     @property
-    def if_sharded(self) -> Places | None:
+    def mesh(self) -> Any:
+        """The mesh of parameters and state, with the axis types of the program."""
+        return self._params[0].mesh if self._params else self._states[0].mesh
+
+    @property
+    def explicit(self) -> bool:
+        """Whether that mesh has explicit axes."""
+        return AxisType.Explicit in self.mesh.axis_types
+
+    @property
+    def if_kept(self) -> Places | None:
         """The argument of a jitted step: None if there is nothing to keep in place."""
-        return self if self.sharded else None
+        return self if self.sharded or self.explicit else None
 
     def holds(self, params: Any) -> bool:
         """Whether the parameters are in their places."""
@@ -120,10 +130,28 @@ class Places:
             return batch
         return jax.tree.map(lambda x: _place(x, self._batch), batch)
 
-    def constrain(self, results: tuple[Any, Any]) -> tuple[Any, Any]:
-        """Parameters and state of a step, in the places of the previous ones."""
-        params, opt_state = results
-        return _constrained(params, self._params), _constrained(opt_state, self._states)
+    def on_auto_axes(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
+        """Both with the axis types that a mapped function can leave to the compiler."""
+        if not self.explicit:
+            return params, opt_state
+        auto = _placement.with_auto_axes(self.mesh)
+        places = (
+            [NamedSharding(auto, x.spec) for x in each] for each in (self._params, self._states)
+        )
+        return tuple(map(_put, (params, opt_state), map(tuple, places)))
+
+    def constrain(self, results: tuple[Any, ...], others: PartitionSpec) -> tuple[Any, ...]:
+        """Parameters and state of a step, in the places of the previous ones.
+
+        All ``others`` of the results are placed by one spec.
+        """
+        params, opt_state, *rest = results
+        if not self.explicit:
+            params, opt_state = map(_constrained, results[:2], (self._params, self._states))
+            return params, opt_state, *rest
+        place = NamedSharding(self.mesh, others)
+        rest = jax.tree.map(lambda x: jax.device_put(x, place), rest)
+        return _put(params, self._params), _put(opt_state, self._states), *rest
 
 
 def _check(given: Any, index: _index.Index, split: Collection[Any]) -> None:

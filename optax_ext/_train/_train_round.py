@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from optax_ext._state import _host_checks, _placement
 from optax_ext._train import _arrays, _elsewhere, _mapped
@@ -97,12 +97,14 @@ def make_train_round(
     _host_checks.check_transformation(call, tx, mesh)
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function of (params, batch), got {loss_fn!r}.")
-    mesh = _placement.with_auto_axes(mesh)
+    given, mesh = mesh, _placement.with_auto_axes(mesh)
     chain = optax.with_extra_args_support(tx)
     parts = Parts(_mapped.Step(chain, loss_fn, has_aux, mesh, check_vma))
     if exchange_mesh is None:
         jitted: Any = jax.jit(
-            lambda *args, places: parts.round(*args),
+            lambda params, opt_state, batches, places: _kept(
+                parts.round(*_begin(params, opt_state, batches, places)), places
+            ),
             static_argnames="places",
             donate_argnums=(0, 1) if donate else (),
         )
@@ -110,7 +112,22 @@ def make_train_round(
         _elsewhere.check(exchange_mesh, mesh)
         jitted = _Beside(parts, mesh, _placement.with_auto_axes(exchange_mesh), donate=donate)
     in_flight = _arrays.limit(steps_in_flight, mesh)
-    return TrainStep(jitted, tx, mesh, in_flight, None, donates=donate, in_rounds=True)
+    return TrainStep(jitted, tx, given, in_flight, None, donates=donate, in_rounds=True)
+
+
+def _begin(params: Any, opt_state: Any, batches: Any, places: Any) -> tuple[Any, Any, Any]:
+    """The arguments of a round as its parts take them."""
+    if places is not None:
+        params, opt_state = places.on_auto_axes(params, opt_state)
+    return params, opt_state, batches
+
+
+def _kept(results: tuple[Any, ...], places: Any) -> tuple[Any, ...]:
+    """The results of a round where the arguments were; losses have the workers second."""
+    if places is None:
+        return results
+    own = _mapped.Workers.of(results[1]).own
+    return places.constrain(results, PartitionSpec(None, *own))
 
 
 class _Beside:
@@ -131,16 +148,17 @@ class _Beside:
         )
 
     def __call__(self, params: Any, opt_state: Any, batches: Any, *, places: Any) -> Any:
-        del places
         if _host_checks.is_traced((params, opt_state, batches)):
             self.trace()
+        params, opt_state, batches = _begin(params, opt_state, batches, places)
         waiting, skeleton = _elsewhere.split(params, opt_state)
         there = _elsewhere.moved(waiting, self._exchange_mesh)
         # The local steps overwrite the arrays that these are copied from.
         jax.block_until_ready(there)
         arrived = self._exchange(there, skeleton)
         stepped = self._local(params, opt_state, batches)
-        return self._last(*stepped, batches, _elsewhere.moved(arrived, self._mesh))
+        results = self._last(*stepped, batches, _elsewhere.moved(arrived, self._mesh))
+        return _kept(results, places)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """Raises an error: a round in three programs can't be traced as one."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import optax
+from jax.core import Tracer
 from jax.sharding import Mesh, PartitionSpec
 
 from optax_ext._state import _host_checks, _placement, _whole_optimizers
@@ -98,7 +99,7 @@ def make_train_step(
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function of (params, batch), got {loss_fn!r}.")
     in_flight = _arrays.limit(steps_in_flight, mesh)
-    mesh = _placement.with_auto_axes(mesh)
+    given, mesh = mesh, _placement.with_auto_axes(mesh)
 
     chain = optax.with_extra_args_support(tx)
     parts = _mapped.Step(chain, loss_fn, has_aux, mesh, check_vma, weighted)
@@ -107,7 +108,10 @@ def make_train_step(
         axis = _host_checks.axis_on(mesh, opt_state)
         _host_checks.check_batch(batch, mesh, axis)
         # With sharded parameters the compiler handles the other axes.
-        workers = _mapped.Workers.of(opt_state, sharded=places is not None)
+        sharded = places is not None and places.sharded
+        if places is not None:
+            params, opt_state = places.on_auto_axes(params, opt_state)
+        workers = _mapped.Workers.of(opt_state, sharded=sharded)
         if weighted and workers.of_each:
             raise ValueError(
                 "weighted=True adds up the weights of all workers at each step, and between the "
@@ -116,12 +120,11 @@ def make_train_step(
             )
         made = parts.gradients(workers, params, opt_state, batch)
         params, opt_state, loss = parts.update(workers, params, opt_state, made)
-        if places is not None:
-            params, opt_state = places.constrain((params, opt_state))
-        return (params, opt_state, *loss) if has_aux else (params, opt_state, loss)
+        results = (params, opt_state, *loss) if has_aux else (params, opt_state, loss)
+        return results if places is None else places.constrain(results, workers.of_loss)
 
     jitted = jax.jit(step, static_argnames="places", donate_argnums=(0, 1) if donate else ())
-    return TrainStep(jitted, tx, mesh, in_flight, batch_spec, donates=donate)
+    return TrainStep(jitted, tx, given, in_flight, batch_spec, donates=donate)
 
 
 class TrainStep:
@@ -140,7 +143,8 @@ class TrainStep:
     ):
         self._step = step
         self._tx = tx
-        self._mesh = mesh
+        self._given = mesh
+        self._mesh = _placement.with_auto_axes(mesh)
         self._batch_spec = batch_spec
         self._queue = _arrays.Queue(in_flight)
         self._skipped = _skipped.Watch()
@@ -164,6 +168,8 @@ class TrainStep:
                 f"{names} = batch."
             )
         known = self._returned.places_of(params, opt_state, batch)
+        if known is not None and known.mesh != _placement.of_program(self._given):
+            known = None
         if known is None:
             _host_checks.check_arrays(batch)
             _host_checks.check_not_donated(params=params, opt_state=opt_state, batch=batch)
@@ -179,7 +185,7 @@ class TrainStep:
         if known is None and self._donates:
             (params, opt_state), batch = _arrays.unshared((params, opt_state), batch)
         with _placement.around(self._mesh):
-            results = self._step(params, opt_state, batch, places=places.if_sharded)
+            results = self._step(params, opt_state, batch, places=places.if_kept)
         self._returned = _arrays.Returned(results[0], results[1], places)
         # The loss is new at each step, and is never donated.
         self._queue.add(results[2])
@@ -196,25 +202,27 @@ class TrainStep:
         params, opt_state, places = self._placed(params, opt_state)
         batch = places.put_batch(batch)
         with _placement.around(self._mesh):
-            return self._step.trace(params, opt_state, batch, places=places.if_sharded)
+            return self._step.trace(params, opt_state, batch, places=places.if_kept)
 
     def lower(self, params: Any, opt_state: Any, batch: Any) -> jax.stages.Lowered:
         """As ``jax.jit(f).lower``."""
         params, opt_state, places = self._placed(params, opt_state)
         batch = places.put_batch(batch)
         with _placement.around(self._mesh):
-            return self._step.lower(params, opt_state, batch, places=places.if_sharded)
+            return self._step.lower(params, opt_state, batch, places=places.if_kept)
 
     def _placed(self, params: Any, opt_state: Any) -> tuple[Any, Any, _places.Places]:
         # The type of an array includes its placement: with arrays that are not on the mesh at
         # the first call, the second call would be another program.
-        structure = jax.tree.structure((params, opt_state))
+        traced = [x for x in jax.tree.leaves((params, opt_state)) if isinstance(x, Tracer)]
+        mesh = _placement.of_program(self._given, traced)
+        structure = jax.tree.structure((params, opt_state)), mesh
         places = self._places.get(structure)
         if places is None or not places.holds(params):
             _host_checks.check_order("step(params, opt_state, batch)", params, opt_state)
             _host_checks.check_workers(opt_state, self._mesh)
             _whole_optimizers.check(opt_state)
-            places = _places.of(params, opt_state, self._mesh, self._batch_spec)
+            places = _places.of(params, opt_state, mesh, self._batch_spec)
             self._places[structure] = places
         if not places.holds_state(opt_state):
             _host_checks.check_workers(opt_state, self._mesh)

@@ -12,7 +12,7 @@ from jax import lax
 
 from optax_ext._error_feedback._roles import Role, Rows
 from optax_ext._state import _find, _index
-from optax_ext._state._reshard import reshard
+from optax_ext._state._reshard import resharded
 from sparse_collectives import AxisName
 
 _SUMS = Role.SUMMED, Role.MOVED
@@ -25,13 +25,13 @@ def _mapped(function: Callable[[_index.Leaf, jax.Array], Any], opt_state: Any) -
 
 
 def carried(opt_state: Any, fresh: Any) -> Any:
-    """The host arrays with which a worker goes on in another group, made by ``reshard``.
+    """The host arrays with which a worker goes on in another group, made as by ``reshard``.
 
     Args:
       opt_state: the state of some workers of a group, all of whose rows this one takes over.
       fresh: the state of one worker of the new group, before its first step.
     """
-    taken = reshard(_alone(opt_state), _alone(fresh))
+    taken = resharded(_alone(opt_state), _alone(fresh))
 
     def of_group(node: Any, like: Any) -> Any:
         if not _find.is_state(node):

@@ -153,7 +153,8 @@ GROUPS = {
             "`masked`",
             'optax.chain(optax.masked(reduce, {"w1": True, "b": False, "w2": True}), '
             'optax.masked(dense, {"w1": False, "b": True, "w2": False}), optax.adam(1e-2))',
-            "Leaves that the sparse allreduce leaves out must go through the dense one.",
+            "Leaves that the sparse allreduce leaves out must go through the dense one, or be "
+            "[frozen](#lora-and-frozen-parameters).",
         ),
         Row(
             "`multi_transform`",
@@ -161,6 +162,12 @@ GROUPS = {
             'optax.chain(dense, optax.sgd(0.1))}, {"w1": "sparse", "b": "dense", "w2": '
             '"sparse"})',
             also=ALL,
+        ),
+        Row(
+            "`multi_transform`, frozen leaves",
+            'optax.multi_transform({"train": optax.chain(reduce, optax.adam(1e-2)), "freeze": '
+            'optax.set_to_zero()}, {"w1": "train", "b": "freeze", "w2": "train"})',
+            "A frozen leaf exchanges nothing ([LoRA](#lora-and-frozen-parameters)).",
         ),
     ),
     "Before and after the exchange": (
@@ -176,7 +183,7 @@ GROUPS = {
         _behind(
             "`freeze`",
             'optax.freeze({"w1": False, "b": True, "w2": False}), optax.sgd(0.1)',
-            "After the exchange.",
+            "After the exchange, which still has the frozen leaf.",
         ),
     ),
     "Models and precision": (
@@ -201,7 +208,7 @@ GROUPS = {
         Row(
             "flax linen with `batch_stats`",
             'optax.multi_transform({"params": optax.chain(reduce, optax.adam(1e-2)), '
-            '"batch_stats": optax.chain(dense, optax.set_to_zero())}, {"params": "params", '
+            '"batch_stats": optax.set_to_zero()}, {"params": "params", '
             '"batch_stats": "batch_stats"})',
             "[With `has_aux=True`](#batch-statistics).",
             model="batch_norm",

@@ -164,3 +164,35 @@ def test_consolidate_where_the_sum_is_too_large_and_the_mean_is_not(dtype):
     mean, eps = rows.astype(np.float64).mean(0), float(jnp.finfo(dtype).eps)
     np.testing.assert_allclose(np.asarray(gradient, np.float64), mean, rtol=eps)
     assert not np.asarray(left.residual).any()
+
+
+FOLLOWING = {
+    "freeze": optax.masked(optax.set_to_zero(), {"w": True, "b": False}),
+    "keep_params_nonnegative": optax.keep_params_nonnegative(),
+    "clip": optax.clip(1.0),
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWING)
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_transformation_that_follows_the_optimizer_is_named(name, inside):
+    tx = optax.chain(TX, FOLLOWING[name])
+    if inside:
+        tx = optax.chain(optax.clip(1.0), optax.chain(tx))
+    state = optax_ext.init_state(tx, PARAMS, {"data": 2})
+    message = r"transformation after the optimizer.*set_to_zero.*optax_ext\.consolidate"
+    refused(message, optax_ext.flush, PARAMS, state)
+
+
+def test_parts_for_other_leaves_may_stand_around_the_optimizer():
+    yes, no = {"w": True, "b": False}, {"w": False, "b": True}
+    dense = optax.chain(optax_ext.dense(axis="data"), optax.sgd(0.1))
+    for tx in (
+        optax.chain(optax.masked(optax.set_to_zero(), no), optax.masked(TX, yes)),
+        optax.chain(optax.masked(TX, yes), optax.masked(dense, no)),
+        optax.partition({"t": TX, "f": optax.set_to_zero()}, {"w": "t", "b": "f"}),
+    ):
+        params, state = trained(tx)
+        flushed, _ = optax_ext.flush(params, state)
+        same(flushed["b"], params["b"])
+        assert (np.asarray(flushed["w"]) != np.asarray(params["w"])).any()

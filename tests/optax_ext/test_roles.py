@@ -79,7 +79,7 @@ def test_a_state_with_the_field_names_of_ours_is_not_mistaken_for_ours(place):
     kept = again[1] if place == "after" else again
     jax.tree.map(np.testing.assert_array_equal, kept.moved, other.moved)
     if place == "after":
-        gradient, _ = optax_ext.flush(params, state)
+        gradient, _ = optax_ext.consolidate(params, state)
         assert jax.tree.structure(gradient) == jax.tree.structure(PARAMS)
 
 

@@ -1,0 +1,72 @@
+"""Results of a transformation that all workers have alike, typed so.
+
+Under ``shard_map(check_vma=True)`` a type says over which axes a value varies. Zeros that
+``optax.set_to_zero`` makes for a frozen leaf have the type of its gradient, which varies. The
+equations that made a value say whether it does.
+"""
+
+from typing import Any
+
+import jax
+
+from optax_ext._error_feedback._equations import is_common
+from sparse_collectives import AxisName, _compat
+
+
+def updates_of(updates: Any, axis: AxisName) -> Any:
+    """The updates, typed as the same on every worker, which the transformation has to make them.
+
+    Zeros that ``optax.set_to_zero`` makes have the type of the gradient that they replace.
+
+    Raises:
+      ValueError: an update depends on a gradient that nothing has reduced.
+    """
+    if not _compat.checks_varying(axis):
+        return updates  # The types do not record it.
+    names = set(_compat.axis_names(axis))
+
+    def common(path: Any, leaf: Any) -> Any:
+        if not names & _compat.varying_axes(leaf):
+            return leaf
+        if is_common(leaf, axis):
+            return _compat.to_invarying(leaf, axis)
+        name = f"params{jax.tree_util.keystr(path)}"
+        raise ValueError(
+            f"the update of {name} differs between the workers of axis {axis!r}: no transformation "
+            f"in tx reduces its gradient over that axis. Put optax_ext.ok_topk(density=..., "
+            f"axis={axis!r}) or optax_ext.dense(axis={axis!r}) first in the chain; or, to freeze "
+            f"{name}, give it optax.set_to_zero(), which exchanges nothing: "
+            "optax.partition({'train': tx, 'freeze': optax.set_to_zero()}, labels)."
+        )
+
+    return jax.tree_util.tree_map_with_path(common, updates)
+
+
+def state_of(opt_state: Any, specs: Any, axis: AxisName) -> Any:
+    """The state, with values typed as the same on every worker where ``specs`` say so.
+
+    Raises:
+      ValueError: such a value depends on a gradient that nothing has reduced.
+    """
+    if not _compat.checks_varying(axis):
+        return opt_state  # The types do not record it.
+    names = set(_compat.axis_names(axis))
+    leaves, structure = jax.tree_util.tree_flatten_with_path(opt_state)
+
+    def common(path: Any, leaf: Any, spec: Any) -> Any:
+        split = set(_compat.axis_names(spec[0])) if len(spec) else set()
+        if not (names & _compat.varying_axes(leaf)) - split:
+            return leaf
+        if not split and is_common(leaf, axis):
+            return _compat.to_invarying(leaf, axis)
+        raise ValueError(
+            f"opt_state{jax.tree_util.keystr(path)} differs between the workers of axis "
+            f"{axis!r}: a transformation makes its state from gradients that are not reduced "
+            "yet. Put it after the allreduce in the chain, or give it to the allreduce as "
+            "local=, which keeps a state for each worker. To accumulate gradients before the "
+            "allreduce, use optax_ext.multi_steps; for momentum before it, use "
+            "optax_ext.momentum_correction."
+        )
+
+    pairs = zip(leaves, jax.tree.leaves(specs), strict=True)
+    return structure.unflatten([common(path, leaf, spec) for (path, leaf), spec in pairs])

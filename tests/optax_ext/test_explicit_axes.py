@@ -1,0 +1,165 @@
+"""A mesh with explicit axes, also as the mesh of the program, and arrays on other devices."""
+
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_ext
+from tests.optax_ext.helpers import PARAMS, batch_of, bits, loss_fn, mesh, slow
+
+EXPLICIT = mesh(kind=AxisType.Explicit)
+AROUND = {"set": lambda on: jax.set_mesh(on), "given": lambda on: contextlib.nullcontext()}
+TX = {
+    "sparse_adamw": lambda: optax_ext.sparse_adamw(1e-2, axis="data", density=0.25),
+    "every": lambda: optax_ext.sparse_adamw(1e-2, axis="data", density=0.25, every=2),
+    "diloco": lambda: optax_ext.published.diloco(optax.adam(1e-2), axis="data", every=2),
+    "dense": lambda: optax.chain(optax_ext.dense(axis="data"), optax.adam(1e-2)),
+}
+STEPS = 3
+
+
+def trained(tx, on, around, placed=lambda x: x):
+    traces, seen = [], []
+
+    def counted(params, batch):
+        traces.append(1)
+        return loss_fn(params, batch)
+
+    with around(on):
+        params = jax.tree.map(jnp.array, PARAMS)
+        state = optax_ext.init_state(tx, params, on)
+        step = optax_ext.make_train_step(counted, tx, on)
+        for i in range(STEPS):
+            params, state, loss = step(params, state, placed(batch_of(seed=i)))
+            # The program goes on with each result.
+            seen.append([loss * 2, jnp.mean(loss), jax.tree.map(lambda x: 0.9 * x, params)])
+            jax.tree.map(lambda x: x + 1, state)
+        assert len(traces) == 1
+        return params, state, seen
+
+
+@functools.cache
+def expected(name):
+    return trained(TX[name](), mesh(), AROUND["given"])
+
+
+@pytest.mark.parametrize("name", ["sparse_adamw", "every", *map(slow, ("diloco", "dense"))])
+@pytest.mark.parametrize("around", AROUND)
+def test_steps_have_the_bits_of_auto_axes(name, around):
+    found = trained(TX[name](), EXPLICIT, AROUND[around])
+    assert bits(found) == bits(expected(name))
+    if around == "set":
+        leaves = jax.tree.leaves(found[:2])
+        assert {leaf.sharding.mesh.axis_types for leaf in leaves} == {(AxisType.Explicit,)}
+
+
+@pytest.mark.parametrize("spec", [P(), P("data")])
+def test_a_batch_that_is_on_the_explicit_mesh(spec):
+    def placed(batch):
+        return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(EXPLICIT, spec)), batch)
+
+    found = trained(TX["sparse_adamw"](), EXPLICIT, jax.set_mesh, placed)
+    assert bits(found) == bits(expected("sparse_adamw"))
+
+
+@pytest.mark.parametrize("use", ["metrics", "flush", "consolidate", "Monitor"])
+def test_functions_of_a_state_take_it(use):
+    params, state, _ = trained(TX["sparse_adamw"](), EXPLICIT, jax.set_mesh)
+    auto = expected("sparse_adamw")
+    function = {
+        "metrics": lambda p, s: optax_ext.metrics(s),
+        "flush": lambda p, s: optax_ext.flush(params=p, opt_state=s),
+        "consolidate": optax_ext.consolidate,
+        "Monitor": lambda p, s: optax_ext.Monitor(lambda *_: None, every=1)(s),
+    }[use]
+    with jax.set_mesh(EXPLICIT):
+        found = function(params, state)
+        jax.tree.map(lambda x: x * 2, found)
+    assert bits(found) == bits(function(*auto[:2]))
+
+
+@pytest.mark.parametrize("on", [mesh(), EXPLICIT], ids=["auto", "explicit"])
+@pytest.mark.parametrize("around", AROUND)
+def test_a_scan_around_a_step_has_the_bits_of_the_loop(on, around):
+    tx = TX["sparse_adamw"]()
+    batches = jax.tree.map(lambda *x: np.stack(x), *(batch_of(seed=i) for i in range(STEPS)))
+    with AROUND[around](on):
+        params = jax.tree.map(jnp.array, PARAMS)
+        state = optax_ext.init_state(tx, params, on)
+        step = optax_ext.make_train_step(loss_fn, tx, on, donate=False)
+
+        def one(carry, batch):
+            *carry, loss = step(*carry, batch)
+            return tuple(carry), loss
+
+        found, _ = jax.jit(lambda carry, xs: jax.lax.scan(one, carry, xs))((params, state), batches)
+    assert bits(found) == bits(expected("sparse_adamw")[:2])
+
+
+@pytest.mark.slow
+def test_a_round_on_explicit_axes():
+    tx, ends = TX["every"](), []
+    batches = jax.tree.map(lambda *x: np.stack(x), *(batch_of(seed=i) for i in range(2)))
+    for on, around in ((mesh(), AROUND["given"]), (EXPLICIT, jax.set_mesh)):
+        with around(on):
+            params = jax.tree.map(jnp.array, PARAMS)
+            state = optax_ext.init_state(tx, params, on)
+            take = optax_ext.make_train_round(loss_fn, tx, on)
+            for _ in range(2):
+                params, state, losses = take(params, state, batches)
+                losses * 2
+            ends.append(bits((params, state, losses)))
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("sharded", [False, slow(True)])
+def test_data_parallel_and_sharded_parameters(sharded):
+    tx, ends = TX["sparse_adamw"](), []
+    sizes, names = ((2, 2), ("data", "model")) if sharded else (4, "data")
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        on = mesh(sizes, names, kind)
+        with jax.set_mesh(on):
+            params = jax.tree.map(jnp.array, PARAMS)
+            if sharded:
+                place = {"w": P(None, "model"), "b": P("model")}
+                place = {name: NamedSharding(on, spec) for name, spec in place.items()}
+                params = jax.device_put(PARAMS, place)
+            state = optax_ext.init_state(tx, params, on)
+
+            @optax_ext.data_parallel
+            def step(params, state, batch):
+                loss, gradient = jax.value_and_grad(loss_fn)(optax_ext.ahead(params, state), batch)
+                updates, state = tx.update(gradient, state, params)
+                return optax.apply_updates(params, updates), state, loss
+
+            if sharded:
+                step = optax_ext.make_train_step(loss_fn, tx, on)
+            for i in range(STEPS):
+                params, state, loss = step(params, state, batch_of(seed=i))
+                jax.tree.map(lambda x: x * 2, (params, loss))
+        assert {leaf.sharding.mesh for leaf in jax.tree.leaves((params, state, loss))} == {on}
+        ends.append(bits((params, state, loss)))
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.usefixtures("default_promotion")
+@pytest.mark.parametrize("optimizer", ["schedule_free_sgd", slow("prodigy"), slow("adam")])
+@pytest.mark.parametrize("device", [0, 7])
+def test_a_state_of_parameters_that_are_committed_to_one_device(optimizer, device):
+    after = {"adam": optax.adam(1e-2)}.get(optimizer)
+    if after is None:
+        after = getattr(optax.contrib, optimizer)(0.1)
+    tx, on = optax.chain(optax_ext.topk_a(0.1, axis="data"), after), mesh()
+    committed = jax.device_put(PARAMS, jax.devices()[device])
+    found = optax_ext.init_state(tx, committed, on)
+    assert bits(found) == bits(optax_ext.init_state(tx, PARAMS, on))
+    devices = {*on.devices.flat}
+    assert all(leaf.sharding.device_set == devices for leaf in jax.tree.leaves(found))
+    optax_ext.make_train_step(loss_fn, tx, on)(committed, found, batch_of())

@@ -1,0 +1,85 @@
+"""Leaves that are no real floats, and wrappers with parameters of their own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_ext
+from tests.optax_ext.helpers import bits, mesh, normal, refused
+
+# optax mixes dtypes in both wrappers.
+pytestmark = pytest.mark.usefixtures("default_promotion")
+PARAMS = {"w": np.full((6, 4), 0.01, np.float32), "c": np.zeros(3, np.complex64)}
+TX = optax_ext.sparse_adamw(1e-2, axis="data", density=0.5)
+
+
+def loss_fn(params, x):
+    error = x @ params["w"] - x[:, :4]
+    return jnp.mean(error**2) + jnp.sum(jnp.abs(params["c"] - (1 + 2j)) ** 2)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_complex_leaves_train_as_their_real_and_imaginary_parts(every):
+    whole = optax_ext.sparse_adamw(1e-2, axis="data", density=0.5, every=every)
+    split = {"w": PARAMS["w"], "c": np.zeros((3, 2), np.float32)}
+
+    def of_parts(params, x):
+        return loss_fn({**params, "c": params["c"][:, 0] + 1j * params["c"][:, 1]}, x)
+
+    ends = []
+    for tx, loss, params in (
+        (optax.contrib.split_real_and_imaginary(whole), loss_fn, PARAMS),
+        (whole, of_parts, split),
+    ):
+        state = optax_ext.init_state(tx, params, mesh(2))
+        step = optax_ext.make_train_step(loss, tx, mesh(2))
+        for i in range(4):
+            params, state, _ = step(params, state, normal((8, 6), i))
+        params, _ = optax_ext.flush(params, state)
+        ends.append({name: np.asarray(x) for name, x in params.items()})
+    parts = ends[0]["c"].view(np.float32).reshape(3, 2)
+    # They stand in another order in the buffer, in which the workers choose.
+    np.testing.assert_allclose(parts, ends[1]["c"], rtol=1e-2)
+    assert (parts > 0.03).all()
+
+
+@pytest.mark.parametrize(
+    ("leaf", "message"),
+    [
+        (jnp.arange(3), "got int32. Keep such leaves out"),
+        (jax.random.key(0), "got key<fry>. Keep such leaves out"),
+        (np.zeros(3, np.complex64), "got complex64.*split_real_and_imaginary"),
+    ],
+)
+def test_other_leaves_are_named(leaf, message):
+    for tx in (TX, optax.chain(optax_ext.ok_topk(0.1, axis="data"), optax.sgd(0.1))):
+        params = {"w": PARAMS["w"], "extra": leaf}
+        named = rf"params\['extra'\] must be.*{message}"
+        refused(named, optax_ext.init_state, tx, params, mesh(2), error=TypeError)
+
+
+def test_lookahead_of_optax_and_ahead_outside_of_the_map():
+    tx, params = optax.lookahead(TX, 3, 0.5), {"w": PARAMS["w"]}
+    pair = optax.LookaheadParams.init_synced(params)
+    state = optax_ext.init_state(tx, pair, mesh(2))
+
+    def loss(params, x):
+        return jnp.mean((x @ params["w"] - x[:, :4]) ** 2)
+
+    step = optax_ext.make_train_step(lambda p, x: loss(p.fast, x), tx, mesh(2), donate=False)
+    refused(r"another tree.*lookahead.*params\.fast", step, pair, state, normal((8, 6)))
+    refused(r"ahead was called where axis='data' is not", optax_ext.ahead, params, state)
+
+    @optax_ext.data_parallel
+    def own(pair, state, x):
+        gradients = jax.grad(loss)(optax_ext.ahead(pair.fast, state), x)
+        updates, state = tx.update(gradients, state, pair)
+        return optax.apply_updates(pair, updates), state
+
+    for i in range(3):
+        pair, state = own(pair, state, normal((8, 6), i))
+    # After three steps both are the same again.
+    np.testing.assert_allclose(pair.fast["w"], pair.slow["w"], rtol=1e-6)
+    assert bits(pair.fast) != bits(params)
