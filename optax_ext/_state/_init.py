@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from optax_ext._error_feedback import _layout, _param_sharding, _sparse_state
 from optax_ext._error_feedback._trace_checks import UnboundAxisError
-from optax_ext._state import _find, _host_checks, _placement, _specs, _whole_optimizers
+from optax_ext._state import _find, _held, _host_checks, _placement, _specs, _whole_optimizers
 from sparse_collectives import AxisName, _compat
 
 
@@ -219,11 +219,11 @@ def with_mesh(
       (1, 4)
     """
     _host_checks.check_transformation("optax_ext.with_mesh(tx, mesh)", tx, mesh, AbstractMesh)
-    tx = optax.with_extra_args_support(tx)
+    tx = _held.held(tx)
 
     def init(params: Any) -> Any:
         if _compat.bound_axes() or _layout.is_placeholder(params):
             return tx.init(params)
         return init_state(tx, params, mesh, specs=specs)
 
-    return optax.GradientTransformationExtraArgs(cast(Any, init), tx.update)
+    return tx._replace(init=cast(Any, init))

@@ -9,7 +9,7 @@ import jax
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from optax_ext._state import _host_checks, _placement, _whole_optimizers
+from optax_ext._state import _held, _host_checks, _placement, _whole_optimizers
 from optax_ext._train import _arrays, _mapped, _places
 
 
@@ -94,7 +94,7 @@ def make_train_step(
     in_flight = _arrays.limit(steps_in_flight, mesh)
     mesh = _placement.with_auto_axes(mesh)
 
-    parts = _mapped.Step(optax.with_extra_args_support(tx), loss_fn, has_aux, mesh, check_vma)
+    parts = _mapped.Step(_held.held(tx), loss_fn, has_aux, mesh, check_vma)
 
     def step(params, opt_state, batch, places):
         axis = _host_checks.axis_on(mesh, opt_state)
