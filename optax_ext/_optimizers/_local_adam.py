@@ -52,8 +52,10 @@ def scale_by_local_adam(
       moments: how the second moments are stored. ``"entries"``: one for each entry, as in Adam.
         ``"factors"``, for less memory: means over rows and over columns, as in Adafactor (Shazeer
         and Stern 2018, section 3). The product of two such means, divided by their overall mean,
-        approximates the moment of an entry. b2, eps and the bias correction are as in Adam, and
-        Adafactor's update clipping is left out. ``"rows"``: means over rows only, one number for
+        approximates the moment of an entry. b2, eps and the bias correction are as in Adam. One far
+        larger entry would make the moments of other rows and columns far too small, so an update is
+        divided by half its root mean square in a matrix, if that is above 1: Adafactor's clipping
+        (section 6) with d = 2 instead of 1. ``"rows"``: means over rows only, one number for
         each row, the cheapest. In a leaf of more than two axes the two largest are the axes of
         the matrix, as in ``optax.adafactor``. A leaf without two axes longer than 1, such as a
         vector, has a moment for each entry. A checkpoint with other moments is refused.
@@ -105,7 +107,8 @@ def scale_by_local_adam(
         correction = 1 - jnp.asarray(b2, jnp.float32) ** count.astype(jnp.float32)
 
         def scaled(gradient, moment, columns=None):
-            return gradient / (_moments.root_of(moment, columns, correction) + eps)
+            update = gradient / (_moments.root_of(moment, columns, correction) + eps)
+            return update if columns is None else _moments.clipped(update, moment, columns)
 
         return jax.tree.map(scaled, updates, *kept), type(state)(count, *kept)
 
