@@ -11,8 +11,8 @@ from optax_ext._error_feedback import _nonfinite
 
 # The numbers that are stored for a matrix [r, c]: r * c, r + c, or r.
 MOMENTS = ("entries", "factors", "rows")
-# The bound on the root mean square of an update. Adafactor has 1 for the mean gradient; that of one
-# worker has more noise, and is seldom above 2.
+# The bound on the root mean square of an update. Adafactor has 1, for the mean gradient. The update
+# of one worker's gradient has more noise, and is seldom above 2.
 _RMS = 2.0
 
 

@@ -204,8 +204,9 @@ def with_mesh(
       specs: as in :func:`init_state`.
 
     Returns:
-      An ``optax.GradientTransformationExtraArgs`` with the ``update`` of ``tx``. Inside a mapped
-      function its ``init`` is also the ``init`` of ``tx``.
+      An ``optax.GradientTransformationExtraArgs`` with the ``update`` of ``tx``, except that a step
+      that a reduction in it skips, or whose updates are not finite, changes nothing, as in
+      :func:`make_train_step`. Inside a mapped function its ``init`` is also the ``init`` of ``tx``.
 
     Raises:
       ValueError: at ``init``: see :func:`init_state`.

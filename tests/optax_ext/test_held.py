@@ -1,4 +1,4 @@
-"""A step that is not finite changes nothing, whatever is in the chain after the exchange."""
+"""A step that is not finite changes nothing, for any optimizer after the exchange."""
 
 import dataclasses
 import functools

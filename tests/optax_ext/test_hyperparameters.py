@@ -152,7 +152,7 @@ def test_weight_decay_that_16_bits_round_away_is_taken_later(dtype, options):
     """Each decay of 0.001 is less than half a unit in the last place of 1."""
     params, residual, wanted = decayed(dtype, **options)
     assert abs(params.mean() - 0.999**200) < 0.03
-    # What is missing in the parameters waits in the residuals.
+    # The rest waits in the residuals.
     in_expectation = "residual" in options
     np.testing.assert_allclose(params + residual, wanted, atol=5e-3 if in_expectation else 2e-5)
 
