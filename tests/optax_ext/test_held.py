@@ -95,6 +95,8 @@ def counted(opt_state):
         return dataclasses.replace(node, skipped=()) if isinstance(node, DenseState) else node
 
     kinds = SparseAllreduceState | DenseState
+    # optax_ext.multi_steps counts its exchanges also if they deliver nothing.
+    opt_state = getattr(opt_state, "inner_opt_state", opt_state)
     rest = jax.tree.map(without, opt_state, is_leaf=lambda node: isinstance(node, kinds))
     return [int(node.skipped) for node in _wrappers.reductions(opt_state)], rest
 
@@ -119,8 +121,7 @@ def test_nothing_changes_and_the_next_step_is_as_without(way, name):
     assert bits(held) == bits(params)
     (before, rest), (after, rest_after) = counted(state), counted(held_state)
     assert bits(rest_after) == bits(rest)
-    if name != "multi_steps":
-        assert after == [x + 1 for x in before], "every group counts it"
+    assert after == [x + 1 for x in before], "every group counts it"
     # Without a trace: all that follows is as if that step had not been.
     next_params, next_state, _ = step(held, held_state, batch(3))
     params_without, state_without, _ = step(params, state, batch(3))
