@@ -50,6 +50,10 @@ def check_positive_int(name: str, value: Any, *, minimum: int = 1) -> int:
         # optax.inject_hyperparams makes arrays of numbers that static_args= does not name.
         hint = ", and static: name it in static_args=" if isinstance(value, jax.Array) else ""
         raise ValueError(f"{name} must be an integer of at least {minimum}{hint}, got {value!r}.")
+    if int(value) > MAX_SIZE:
+        raise ValueError(
+            f"{name} must be an integer below 2**31, got {value!r}: programs count in int32."
+        )
     return int(value)
 
 

@@ -170,6 +170,18 @@ def _first_of(state: Any) -> Any:
     return jax.tree.map(lambda x: x[:, :1] if x.ndim == 2 else x, state)
 
 
+def with_schedules(held: Any, taken: Any) -> Any:
+    """``held``, the state of a worker that left out a step, with the schedules of ``taken``.
+
+    In rounds the other workers have taken the step, and their learning rates have moved on.
+    """
+
+    def is_schedule(node: Any) -> bool:
+        return isinstance(node, optax.ScaleByScheduleState)
+
+    return jax.tree.map(lambda a, b: b if is_schedule(a) else a, held, taken, is_leaf=is_schedule)
+
+
 def init_of_leaves(tx: optax.GradientTransformation, params: Any) -> Any:
     """The state of a transformation of leaves, in float32, without a leading axis."""
     return tx.init(jax.tree.map(_in_float32, params))

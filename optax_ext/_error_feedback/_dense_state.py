@@ -17,13 +17,15 @@ class DenseState:
     """State of :func:`optax_ext.dense`, the same on every worker.
 
     Attributes:
-      count: ``i32[]``, steps taken.
+      count: ``i32[]``, steps taken, without skipped steps.
+      skipped: ``i32[]``, steps skipped because some entry of the mean was not finite.
       delivered: ``i32[]``, entries in the last update.
       words: ``f32[]``, 4-byte words that each worker received for the last update.
       axis: the mesh axis of the workers, or a ``Ranks`` for an MPI communicator; static.
     """
 
     count: Annotated[jax.Array, SHARED]
+    skipped: Annotated[jax.Array, SHARED]
     delivered: Annotated[jax.Array, SHARED]
     words: Annotated[jax.Array, SHARED]
     axis: Annotated[Hashable, "static"] = dataclasses.field(metadata={"static": True})

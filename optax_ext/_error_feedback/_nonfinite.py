@@ -9,9 +9,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_collectives import AxisName, _compat, transport
+from sparse_collectives._platform import by_platform
 from sparse_collectives._sparse_ops import all_below
 
 POLICIES = ("skip", "drop", "raise", "propagate")
+# Those by which a step takes place as a whole, or not at all.
+SKIPS = ("skip", "raise")
 
 # The bound on increments if a worker may keep partial sums of what others sent. At an index the
 # residuals of all P workers then grow by less than P times this in a step, and none reaches 2^128,
@@ -99,6 +102,22 @@ def zeroed(tree: Any, largest: float = float("inf")) -> tuple[Any, jax.Array]:
     return kept, sum(bad, jnp.zeros((), jnp.int32))
 
 
+def all_finite(tree: Any, axis: AxisName) -> jax.Array:
+    """Whether all entries of what the workers have alike are finite, ``bool[]``.
+
+    Along other axes of a mapped function a device may hold a part of the leaves, and one word is
+    exchanged; no message among the workers of ``axis``.
+    """
+    each = (jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree))
+    finite = functools.reduce(operator.and_, each, jnp.ones((), jnp.bool_))
+    others = () if _compat.is_communicator(axis) else _compat.other_mesh_axes(axis)
+    if others and _compat.checks_varying(axis):
+        others = tuple(name for name in others if name in _compat.varying_axes(finite))
+    if not others:
+        return finite
+    return _sum(_compat.to_varying((~finite).astype(jnp.int32), others), others) == 0
+
+
 def _without(part: Pending, bad: jax.Array) -> Pending:
     """``part`` without its increment, and with the old velocity, at ``bad``."""
     return part._replace(
@@ -124,6 +143,24 @@ def _all_finite(parts: list[Pending], axis: AxisName) -> jax.Array:
 def _sum(number: jax.Array, axis: AxisName) -> jax.Array:
     """The sum over ``axis``; without an axis a worker decides alone."""
     return transport.psum(number, axis) if _compat.axis_names(axis) else number
+
+
+def either(condition: jax.Array, delivered: jax.Array, yes: Any, no: Any) -> Any:
+    """One of two trees, by a condition that is known before the exchange.
+
+    ``delivered``, ``i32[]``, is from the exchange.
+    """
+    # On CPU XLA copies the old buffers if they might be overwritten before the accumulator has
+    # read them, so the condition depends on the exchange. A GPU writes both in one pass.
+    condition = by_platform(
+        lambda known, delivered: known & (delivered >= 0),
+        lambda known, delivered: known,
+        condition,
+        delivered,
+    )
+    return jax.tree.map(
+        lambda new, old: new if new is old else jnp.where(condition, new, old), yes, no
+    )
 
 
 def _nothing(finite: jax.Array, step: jax.Array) -> None:

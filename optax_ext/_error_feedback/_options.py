@@ -3,6 +3,7 @@
 import difflib
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypedDict, TypeVar, get_type_hints
 
@@ -174,6 +175,7 @@ def check_limit(limit: Any, local: Any) -> None:
 
 def check_positive_limit(limit: Any) -> None:
     """A limit is a schedule, an array, or a number above 0."""
+    check_width("limit", limit)
     if callable(limit) or isinstance(limit, jax.Array):
         return
     number = isinstance(limit, (int, float)) and not isinstance(limit, bool)
@@ -227,19 +229,58 @@ def check_rounds(every: Any, local: Any, dense_leaves: Any) -> int:
 def check_hyperparameter(name: str, value: Any, low: float, high: float) -> float | jax.Array:
     """A number in [low, high], or a scalar array of any value from ``inject_hyperparams``."""
     if not isinstance(value, jax.Array):
-        return _validation.check_number(name, value, low, high)
+        number = _validation.check_number(name, value, low, high)
+        if math.isinf(number):
+            raise ValueError(f"{name} must be finite, got {value!r}.")
+        return number
     if value.shape:
         raise ValueError(f"{name} must be a number or a scalar, got an array of {value.shape}.")
+    check_width(name, value)
     return value.astype(jnp.float32)
+
+
+def check_decay_rate(name: str, value: Any, what: str) -> float | jax.Array:
+    """As :func:`check_hyperparameter`, in [0, 1): the decay of an average of ``what``."""
+    value = check_hyperparameter(name, value, 0.0, 1.0)
+    if isinstance(value, float) and value == 1.0:
+        raise ValueError(f"{name} must be less than 1, got 1.0: {what} would ignore gradients.")
+    return value
+
+
+def check_momentum(momentum: Any) -> float:
+    """A momentum in [0, 1)."""
+    momentum = _validation.check_number("momentum", momentum, 0.0, 1.0)
+    if momentum == 1.0:
+        raise ValueError(
+            "momentum must be less than 1, got 1.0: the velocity would grow without bound. Write "
+            "for example momentum=0.9."
+        )
+    return momentum
+
+
+def check_width(name: str, value: Any) -> None:
+    """An array of ``inject_hyperparams`` is not narrower than float32.
+
+    In bfloat16 0.999 is 1, and in float16 1e-8 is 0.
+    """
+    if isinstance(value, jax.Array) and value.dtype.itemsize < 4:
+        raise ValueError(
+            f"{name} is an array of {value.dtype}, in which hyperparameters round (b2=0.999 is 1 "
+            "in bfloat16, eps=1e-8 is 0 in float16). optax.inject_hyperparams takes the dtype of "
+            "the parameters: write optax.inject_hyperparams(..., hyperparam_dtype=jnp.float32)."
+        )
 
 
 def check_learning_rate(rate: Any) -> None:
     """A number, an array of ``inject_hyperparams``, or a schedule."""
-    number = isinstance(rate, int | float | np.generic | np.ndarray | jax.Array)
-    if not number and not callable(rate):
+    number = isinstance(rate, int | float | np.generic | np.ndarray)
+    if not number and not isinstance(rate, jax.Array) and not callable(rate):
         raise TypeError(
             f"learning_rate must be a number, such as 1e-3, or a schedule of optax, got {rate!r}."
         )
+    check_width("learning_rate", rate)
+    if number and not np.isfinite(rate).all():
+        raise ValueError(f"learning_rate must be finite, got {rate!r}: every step is skipped.")
 
 
 def whether_dense(answer: Any) -> jax.Array:

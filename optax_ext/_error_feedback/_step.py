@@ -26,7 +26,6 @@ from optax_ext._error_feedback._nonfinite import Pending
 from optax_ext._error_feedback._roles import Role, Rows
 from optax_ext._error_feedback._sparse_state import SparseAllreduceState, StepInfo
 from sparse_collectives import AxisName, _compat, transport
-from sparse_collectives._platform import by_platform
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -137,7 +136,7 @@ class ErrorFeedback:
             owner=_owner.renewed(state.owner, options.axis),
             limit=self._largest_limit(state),
             residual=kept,
-            local=loaded.local if own is None else _either(own, stepped, loaded.local, state.local),
+            local=_own_step(own, stepped, loaded.local, state.local),
             info=_reported(stepped.info, state.info),
         )
         if all_finite is not None:
@@ -321,6 +320,14 @@ def _reported(info: StepInfo, before: StepInfo) -> StepInfo:
     return info._replace(threshold_drift=drift - 1.0)
 
 
+def _own_step(own: jax.Array | None, stepped: SparseAllreduceState, taken: Any, before: Any) -> Any:
+    """The state of the local transformation, unless this worker leaves out its own step."""
+    if own is None:
+        return taken
+    held = _nonfinite.either(own, stepped.info.delivered, taken, before)
+    return _buffers.with_schedules(held, taken)
+
+
 _BUFFERS = tuple(
     name
     for name in _roles.names(SparseAllreduceState, Rows.DEVICE, Rows.DENSE)
@@ -336,20 +343,6 @@ def _unless_skipped(
     The buffers of the size of the parameters are already the same in both, except the buffers
     of a local transformation.
     """
-    chosen = _either(all_finite, stepped, stepped, state._replace(skipped=state.skipped + 1))
+    before = state._replace(skipped=state.skipped + 1)
+    chosen = _nonfinite.either(all_finite, stepped.info.delivered, stepped, before)
     return chosen._replace(**{name: getattr(stepped, name) for name in _BUFFERS})
-
-
-def _either(condition: jax.Array, stepped: SparseAllreduceState, yes: Any, no: Any) -> Any:
-    """One of two trees, by a condition that is known before the exchange."""
-    # On CPU XLA copies the old buffers if they might be overwritten before the accumulator has
-    # read them, so the condition depends on the exchange. A GPU writes both in one pass.
-    condition = by_platform(
-        lambda known, delivered: known & (delivered >= 0),
-        lambda known, delivered: known,
-        condition,
-        stepped.info.delivered,
-    )
-    return jax.tree.map(
-        lambda new, old: new if new is old else jnp.where(condition, new, old), yes, no
-    )

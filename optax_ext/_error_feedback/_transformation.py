@@ -17,6 +17,7 @@ from optax_ext._error_feedback import (
     _buffers,
     _dense_leaves,
     _layout,
+    _nonfinite,
     _param_sharding,
     _phases,
     _roles,
@@ -111,9 +112,18 @@ class Transformation:
         )(updates, before, left_out)
         if self._of_leaves is not None:
             proceeds = self._has_stepped(new, state)
-            kept = jax.tree.map(lambda a, b: jnp.where(proceeds, a, b), kept, state.local)
-            new = new._replace(local=kept)
+            held = jax.tree.map(lambda a, b: jnp.where(proceeds, a, b), kept, state.local)
+            in_rounds = self._feedback.options.every > 1
+            new = new._replace(local=_buffers.with_schedules(held, kept) if in_rounds else held)
+        if not self._skips:
+            new = new._replace(skipped=state.skipped)  # The same object: it never changes.
         return updates, new._replace(layout=state.layout, settings=state.settings)
+
+    @property
+    def _skips(self) -> bool:
+        """Whether there are steps that all workers skip."""
+        options = self._feedback.options
+        return options.every == 1 and options.nonfinite in _nonfinite.SKIPS
 
     def _has_stepped(self, new: SparseAllreduceState, old: SparseAllreduceState) -> jax.Array:
         """``bool[]``, whether this worker's gradient was accumulated."""
@@ -121,7 +131,7 @@ class Transformation:
         if options.every == 1:
             return new.skipped == old.skipped
         # With the other policies it always is, if without some of its entries.
-        leaves_out = options.nonfinite in ("skip", "raise")
+        leaves_out = options.nonfinite in _nonfinite.SKIPS
         return (new.missed == old.missed)[0] if leaves_out else jnp.ones((), jnp.bool_)
 
     def _on_device(

@@ -9,7 +9,7 @@ from optax_ext._error_feedback import _options
 from optax_ext._error_feedback._options import FeedbackOptions, takes
 from optax_ext._optimizers import _rates, _whole
 from optax_ext._optimizers._arguments import rate_alone
-from optax_ext._optimizers._local_adam import scale_by_local_adam
+from optax_ext._optimizers._local_adam import at_least, scale_by_local_adam
 from sparse_collectives import AxisName, Selector, SparseAllreduce
 
 
@@ -61,7 +61,8 @@ def sparse_adamw(
 
     In ``optax.inject_hyperparams`` the learning rate, b2, eps, weight_decay, gain and limit may
     change from step to step. Name ``density`` and ``dense_steps``, if they are given, and
-    functions (``mask``, ``dense_leaves``) in its ``static_args=``.
+    functions (``mask``, ``dense_leaves``) in its ``static_args=``. With parameters in 16 bits it
+    needs ``hyperparam_dtype=jnp.float32``, since b2 would round to 1 in their dtype.
 
     Args:
       learning_rate: a number or a schedule. Begin with the learning rate of the dense AdamW.
@@ -70,11 +71,11 @@ def sparse_adamw(
       b1: decay of the first moment, which exists in rounds only. None: 0.9, or no first moment if
         ``moments`` is not ``"entries"``.
       b2: decay of the second moments.
-      eps: added to the root, as in Adam.
+      eps: added to the root, as in :func:`scale_by_local_adam`.
       weight_decay: decoupled weight decay as in ``optax.adamw``, after the exchange.
       mask: the leaves with weight decay, as in ``optax.adamw``.
-      gain: the learning-rate multiplier that makes up for the noise of one worker's
-        gradient. None: sqrt(P / 2), but at least 1 and at most 2.
+      gain: the learning-rate multiplier that makes up for the noise of one worker's gradient,
+        greater than 0. None: sqrt(P / 2), but at least 1 and at most 2.
       limit: update clipping, as a multiple of the learning rate. If an entry of an update exceeds
         it, 75 % of the excess stays in the residuals. Below a density of 5 % the limit is
         multiplied by 0.05 / density, since an entry waits 1 / density steps for its turn. None:
@@ -121,7 +122,7 @@ def sparse_adamw(
     b1 = _rates.first_moment(b1, steps, moments)
     if b1 is not None:
         # optax before 0.2.6 declares floats, but arrays (of inject_hyperparams) work as well.
-        scaled = cast(Any, optax.scale_by_adam)(b1, b2, eps)
+        scaled = cast(Any, optax.scale_by_adam)(b1, b2, at_least(eps))
     return _whole.whole(
         optax.chain(scaled, rate),
         learning_rate,

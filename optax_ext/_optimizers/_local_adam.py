@@ -11,6 +11,9 @@ from optax_ext._error_feedback import _options
 from optax_ext._optimizers import _moments
 from sparse_collectives import AxisName, _compat, _validation, transport
 
+# The square of a smaller number is not a normal number of float32.
+_SMALLEST = 2.0**-63
+
 
 def scale_by_local_adam(
     b2: float | jax.Array = 0.999,
@@ -40,7 +43,8 @@ def scale_by_local_adam(
 
     Args:
       b2: decay of the second moments, in [0, 1), or ``f32[]`` from ``optax.inject_hyperparams``.
-      eps: added to the root, as in Adam.
+      eps: added to the root, as in Adam, and at least 2^-63, the smallest gradient whose square
+        float32 can hold: an entry whose gradient has always been 0 does not move.
       axis: the mesh axis of the workers, for ``average_every``.
       average_every: the second moments are averaged over the workers once in this many steps,
         by a dense allreduce of all numbers that ``moments`` stores. None: never. Use it if the
@@ -48,8 +52,10 @@ def scale_by_local_adam(
       moments: how the second moments are stored. ``"entries"``: one for each entry, as in Adam.
         ``"factors"``, for less memory: means over rows and over columns, as in Adafactor (Shazeer
         and Stern 2018, section 3). The product of two such means, divided by their overall mean,
-        approximates the moment of an entry. b2, eps and the bias correction are as in Adam, and
-        Adafactor's update clipping is left out. ``"rows"``: means over rows only, one number for
+        approximates the moment of an entry. b2, eps and the bias correction are as in Adam. One far
+        larger entry would make the moments of other rows and columns far too small, so an update is
+        divided by half its root mean square in a matrix, if that is above 1: Adafactor's clipping
+        (section 6) with d = 2 instead of 1. ``"rows"``: means over rows only, one number for
         each row, the cheapest. In a leaf of more than two axes the two largest are the axes of
         the matrix, as in ``optax.adafactor``. A leaf without two axes longer than 1, such as a
         vector, has a moment for each entry. A checkpoint with other moments is refused.
@@ -68,10 +74,8 @@ def scale_by_local_adam(
       >>> [round(float(x), 3) for x in scaled]
       [1.0, -1.0]
     """
-    b2 = _options.check_hyperparameter("b2", b2, 0.0, 1.0)
-    if isinstance(b2, float) and b2 == 1.0:
-        raise ValueError("b2 must be less than 1, got 1.0: second moments would ignore gradients.")
-    eps = _options.check_hyperparameter("eps", eps, 0.0, 1.0)
+    b2 = _options.check_decay_rate("b2", b2, "second moments")
+    eps = at_least(_options.check_hyperparameter("eps", eps, 0.0, 1.0))
     _validation.check_choice("moments", moments, _moments.MOMENTS)
     if average_every is not None:
         average_every = _validation.check_positive_int("average_every", average_every)
@@ -103,13 +107,19 @@ def scale_by_local_adam(
         correction = 1 - jnp.asarray(b2, jnp.float32) ** count.astype(jnp.float32)
 
         def scaled(gradient, moment, columns=None):
-            return gradient / (_moments.root_of(moment, columns, correction) + eps)
+            update = gradient / (_moments.root_of(moment, columns, correction) + eps)
+            return update if columns is None else _moments.clipped(update, moment, columns)
 
         return jax.tree.map(scaled, updates, *kept), type(state)(count, *kept)
 
     # optax types a state as any pytree, which NamedTuples of arrays are at run time.
     tx = optax.GradientTransformation(cast(Any, init), cast(Any, update))
     return optax.with_extra_args_support(tx)
+
+
+def at_least(eps: float | jax.Array) -> float | jax.Array:
+    """``eps``, or the smallest that keeps a zero gradient from becoming 0 / 0."""
+    return max(eps, _SMALLEST) if isinstance(eps, float) else jnp.maximum(eps, _SMALLEST)
 
 
 def _averaged(nu: Any, now: jax.Array, axis: AxisName) -> Any:

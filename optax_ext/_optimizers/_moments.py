@@ -11,6 +11,9 @@ from optax_ext._error_feedback import _nonfinite
 
 # The numbers that are stored for a matrix [r, c]: r * c, r + c, or r.
 MOMENTS = ("entries", "factors", "rows")
+# The bound on the root mean square of an update. Adafactor has 1, for the mean gradient. The update
+# of one worker's gradient has more noise, and is seldom above 2.
+_RMS = 2.0
 
 
 class ScaleByLocalAdamState(NamedTuple):
@@ -102,6 +105,22 @@ def root_of(moment: jax.Array, columns: jax.Array | None, correction: jax.Array)
         return root
     mean = _mean(columns, moment)  # The same as the mean of r; 0 until a gradient is not 0.
     return root * jnp.sqrt(columns / jnp.where(mean > 0, mean, 1.0))
+
+
+def clipped(update: jax.Array, rows: jax.Array, columns: jax.Array) -> jax.Array:
+    """An update by factored moments, with a root mean square of at most _RMS in each matrix.
+
+    One entry of a gradient that is a times the others raises the mean of all moments by more than
+    the means of other rows and columns, whose roots are then too small by up to a / sqrt(r c).
+    """
+    if columns.ndim < 2:
+        return update
+    most = 2.0**60  # Its square and the mean of such squares are finite.
+    update = jnp.clip(update, -most, most)
+    # An entry that is not finite leaves its step out, or is left out alone.
+    squares = jnp.where(jnp.isnan(update), 0.0, update * update)
+    mean = _mean(_mean(squares, rows), columns)
+    return update / jnp.maximum(1.0, jnp.sqrt(mean) / _RMS)
 
 
 def _mean(x: jax.Array, like: jax.Array) -> jax.Array:

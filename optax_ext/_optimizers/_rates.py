@@ -1,5 +1,6 @@
 """Learning rate, gain and limit of an optimizer, and the decay of its first moment."""
 
+import math
 from typing import Any, cast
 
 import jax
@@ -29,6 +30,13 @@ def in_front(
     _options.check_learning_rate(learning_rate)
     if gain is None and every > 1:
         gain = 1.0
+    if gain is not None:
+        gain = cast(Any, _options.check_hyperparameter("gain", gain, 0.0, math.inf))
+    if isinstance(gain, float) and not gain:
+        raise ValueError(
+            f"gain must be greater than 0, got {gain}: no parameter would move. Leave it out for "
+            "sqrt(P / 2) up to 2, or write gain=1.0."
+        )
 
     def update(updates: Any, state: Any, params: Any = None):
         del params
@@ -59,7 +67,7 @@ def first_moment(b1: Any, every: int, moments: str) -> float | jax.Array | None:
             f'b1={b1!r} goes with moments="entries", and moments is {moments!r}. Leave one of them '
             "out."
         )
-    return _options.check_hyperparameter("b1", b1, 0.0, 1.0)
+    return _options.check_decay_rate("b1", b1, "the first moment")
 
 
 def limit_of(

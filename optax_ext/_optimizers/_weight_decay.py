@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext._error_feedback import _options
+from optax_ext._error_feedback import _options, _rounded
 from optax_ext._error_feedback._sparse_state import SparseAllreduceState
 
 
@@ -18,7 +18,9 @@ def decayed(
 ) -> optax.GradientTransformationExtraArgs:
     """``sparse`` followed by weight decay, which every worker computes locally.
 
-    The state is the state of ``sparse``; a step that ``sparse`` skips decays nothing.
+    The state is the state of ``sparse``; a step that ``sparse`` skips decays nothing. A decay is
+    usually smaller than half a unit in the last place of a 16-bit parameter. What such a parameter
+    cannot take of its step goes back into the residuals, so that it is taken later.
 
     Args:
       sparse: a :func:`sparse_allreduce` whose output are updates of the parameters.
@@ -39,14 +41,17 @@ def decayed(
         new = cast(SparseAllreduceState, updated)
         stepped = (new.count - state.count).astype(jnp.float32)
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
-        factor = stepped * rate * weight_decay
+        # Zero times infinity is not zero, and in rounds a step counts that no worker has taken.
+        taken = (stepped > 0) & jnp.isfinite(rate)
+        factor = jnp.where(taken, stepped * rate * weight_decay, 0.0)
 
         def decay(update, parameter, decays):
             if not decays:
                 return update
-            return update - (factor * parameter.astype(jnp.float32)).astype(update.dtype)
+            return update.astype(jnp.float32) - factor * parameter.astype(jnp.float32)
 
-        return jax.tree.map(decay, updates, params, _decaying(mask, params)), new
+        wanted = jax.tree.map(decay, updates, params, _decaying(mask, params))
+        return _rounded.updates(wanted, updates, params, new)
 
     return optax.GradientTransformationExtraArgs(sparse.init, cast(Any, update))
 

@@ -12,7 +12,15 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from optax_ext._error_feedback import _layout, _param_sharding, _sparse_state
 from optax_ext._error_feedback._trace_checks import UnboundAxisError
-from optax_ext._state import _find, _flax, _host_checks, _placement, _specs, _whole_optimizers
+from optax_ext._state import (
+    _find,
+    _flax,
+    _held,
+    _host_checks,
+    _placement,
+    _specs,
+    _whole_optimizers,
+)
 from sparse_collectives import AxisName, _compat
 
 
@@ -206,8 +214,9 @@ def with_mesh(
       specs: as in :func:`init_state`.
 
     Returns:
-      An ``optax.GradientTransformationExtraArgs`` with the ``update`` of ``tx``. Inside a mapped
-      function its ``init`` is also the ``init`` of ``tx``.
+      An ``optax.GradientTransformationExtraArgs`` with the ``update`` of ``tx``, except that a step
+      that a reduction in it skips, or whose updates are not finite, changes nothing, as in
+      :func:`make_train_step`. Inside a mapped function its ``init`` is also the ``init`` of ``tx``.
 
     Raises:
       ValueError: at ``init``: see :func:`init_state`.
@@ -221,11 +230,11 @@ def with_mesh(
       (1, 4)
     """
     _host_checks.check_transformation("optax_ext.with_mesh(tx, mesh)", tx, mesh, AbstractMesh)
-    tx = optax.with_extra_args_support(tx)
+    tx = _held.held(tx)
 
     def init(params: Any) -> Any:
         if _compat.bound_axes() or _layout.is_placeholder(params):
             return tx.init(params)
         return init_state(tx, params, mesh, specs=specs)
 
-    return optax.GradientTransformationExtraArgs(cast(Any, init), tx.update)
+    return tx._replace(init=cast(Any, init))

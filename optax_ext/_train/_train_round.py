@@ -9,7 +9,7 @@ import jax
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from optax_ext._state import _host_checks, _placement
+from optax_ext._state import _held, _host_checks, _placement
 from optax_ext._train import _arrays, _elsewhere, _mapped
 from optax_ext._train._round_parts import Parts
 from optax_ext._train._train_step import TrainStep
@@ -98,8 +98,7 @@ def make_train_round(
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function of (params, batch), got {loss_fn!r}.")
     given, mesh = mesh, _placement.with_auto_axes(mesh)
-    chain = optax.with_extra_args_support(tx)
-    parts = Parts(_mapped.Step(chain, loss_fn, has_aux, mesh, check_vma))
+    parts = Parts(_mapped.Step(_held.held(tx), loss_fn, has_aux, mesh, check_vma))
     if exchange_mesh is None:
         jitted: Any = jax.jit(
             lambda params, opt_state, batches, places: _kept(

@@ -10,7 +10,7 @@ import optax
 from jax.core import Tracer
 from jax.sharding import Mesh, PartitionSpec
 
-from optax_ext._state import _host_checks, _placement, _whole_optimizers
+from optax_ext._state import _held, _host_checks, _placement, _whole_optimizers
 from optax_ext._train import _arrays, _mapped, _places, _skipped
 
 
@@ -101,8 +101,7 @@ def make_train_step(
     in_flight = _arrays.limit(steps_in_flight, mesh)
     given, mesh = mesh, _placement.with_auto_axes(mesh)
 
-    chain = optax.with_extra_args_support(tx)
-    parts = _mapped.Step(chain, loss_fn, has_aux, mesh, check_vma, weighted)
+    parts = _mapped.Step(_held.held(tx), loss_fn, has_aux, mesh, check_vma, weighted)
 
     def step(params, opt_state, batch, places):
         axis = _host_checks.axis_on(mesh, opt_state)

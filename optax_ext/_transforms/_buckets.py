@@ -35,9 +35,9 @@ def bucketed(
     keeps XLA from joining their small messages into one that waits for all of them.
 
     Each bucket has its own state: thresholds, regions, counts. The density therefore applies
-    to each bucket, and with ``nonfinite='skip'`` each bucket is skipped separately. More buckets
-    mean more messages. Make buckets large enough that bandwidth rather than latency dominates,
-    which on most networks takes some millions of entries.
+    to each bucket. In a loop that holds skipped steps, as :func:`make_train_step` does, all buckets
+    skip a step together. More buckets mean more messages. Make buckets large enough that bandwidth
+    rather than latency dominates, which on most networks takes some millions of entries.
 
     Args:
       tx: :func:`sparse_allreduce`, one of its aliases, or :func:`dense`; it is used for

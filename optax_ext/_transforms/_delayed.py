@@ -10,6 +10,7 @@ from optax_ext._error_feedback import _roles
 from optax_ext._error_feedback._roles import OF_WORKER, SHARED, SUMMED
 from optax_ext._state import _host_checks
 from optax_ext._state._find import accumulators, reductions
+from optax_ext._state._held import held
 
 
 @_roles.declared
@@ -59,7 +60,7 @@ def delayed(tx: optax.GradientTransformation) -> optax.GradientTransformationExt
       >>> [u.tolist() for u in sc.simulate(train, axis="w", axis_size=2)(*gradients)]
       [[-0.0, -0.0], [-2.0, -2.0]]
     """
-    inner_tx = optax.with_extra_args_support(tx)
+    inner_tx = held(tx)
 
     def init(params: Any) -> DelayedState:
         inner = inner_tx.init(params)

@@ -1,12 +1,13 @@
 """The dense mean of gradients over the workers: the baseline."""
 
+import dataclasses
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext._error_feedback import _groups, _same_params, _trace_checks
+from optax_ext._error_feedback import _groups, _nonfinite, _same_params, _trace_checks
 from optax_ext._error_feedback._dense_state import DenseState
 from sparse_collectives import AxisName, _compat, _validation, extend, transport
 
@@ -22,6 +23,10 @@ def dense(
     chain and the same checks, so that a loop can switch between the two by changing one word.
     Cost: ``2 n (P-1)/P`` words received, and ``2 log2(P)`` latencies for each
     allreduce. There is one allreduce for each leaf, or for each bucket.
+
+    If some entry of the mean is not finite, because a gradient is not or because the sum overflows,
+    the step is skipped: the mean is all zeros, and :attr:`DenseState.skipped` counts it. All
+    workers have the same mean, so this takes one pass over it and no message.
 
     With ``buckets`` this is the baseline DenseOvlp of the Ok-Topk paper: leaves are
     joined to buckets, and the allreduce of a bucket needs only the leaves in it, so
@@ -41,7 +46,7 @@ def dense(
         float32; the mean still has the dtypes of the gradients. Each worker divides its gradient
         by P before rounding, so that the sum does not overflow. In float16, entries below 6e-8 P
         become 0, and rounding errors are lost. On CPU bfloat16 gains nothing, since XLA widens it
-        before the sum. None: the dtypes of the gradients.
+        before the sum. None: the dtypes of the gradients; of float16 the same is true.
 
     Returns:
       An ``optax.GradientTransformationExtraArgs`` with a :class:`DenseState`;
@@ -67,8 +72,9 @@ def dense(
 
     def init(params: Any) -> DenseState:
         _same_params.check(params, axis)
-        zero = jnp.zeros((), jnp.int32)
-        return DenseState(zero, jnp.zeros_like(zero), jnp.float32(0), _compat.static_axis(axis))
+        # One array for each field, since two donated arguments cannot be the same array.
+        count, skipped, delivered = (jnp.zeros((), jnp.int32) for _ in range(3))
+        return DenseState(count, skipped, delivered, jnp.float32(0), _compat.static_axis(axis))
 
     def update(updates: Any, state: DenseState, params: Any = None):
         del params
@@ -78,18 +84,30 @@ def dense(
             _validation.check_float(f"updates{jax.tree_util.keystr(path)}", leaf.dtype)
         _trace_checks.check_local_gradients(updates, axis)
         given, treedef = jax.tree.flatten(updates)
-        leaves = given if dtype is None else [_share(leaf, workers, dtype) for leaf in given]
+        # A sum in float16 would overflow where the mean does not.
+        shared = [dtype is not None or leaf.dtype == jnp.float16 for leaf in given]
+        leaves = [
+            _share(leaf, workers, dtype or leaf.dtype) if divided else leaf
+            for leaf, divided in zip(given, shared, strict=True)
+        ]
         means: list[Any] = [None] * len(leaves)
         for bucket in _bucketed(leaves, buckets):
-            reduced = _reduced([leaves[i] for i in bucket], axis, of_shares=dtype is not None)
+            reduced = _reduced([leaves[i] for i in bucket], axis, of_shares=shared[bucket[0]])
             for i, mean in zip(bucket, reduced, strict=True):
                 means[i] = mean.astype(given[i].dtype)
         words = sum(leaf.size * leaf.dtype.itemsize / 4 for leaf in leaves)
-        state = DenseState(
+        finite = _nonfinite.all_finite(means, axis)
+        taken = dataclasses.replace(
+            state,
             count=state.count + 1,
             delivered=jnp.int32(sum(leaf.size for leaf in leaves)),
             words=jnp.float32(extend.words_of_all_reduce(words, workers)),
-            axis=state.axis,
+        )
+        skipped = dataclasses.replace(state, skipped=state.skipped + 1)
+        means, state = jax.tree.map(
+            lambda new, old: jnp.where(finite, new, old),
+            (means, taken),
+            ([jnp.zeros_like(mean) for mean in means], skipped),
         )
         return jax.tree.unflatten(treedef, means), state
 

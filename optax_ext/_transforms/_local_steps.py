@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext._error_feedback import _groups, _roles, _sparse_state, _trace_checks
+from optax_ext._error_feedback import _buffers, _groups, _roles, _sparse_state, _trace_checks
 from optax_ext._error_feedback._roles import MOVED, OF_WORKER, SHARED, STATISTIC, SUMMED
-from optax_ext._state import _find, _host_checks, _wrappers
+from optax_ext._state import _find, _held, _host_checks, _wrappers
 from optax_ext._transforms import _branch
 from sparse_collectives import _compat, _validation
 
@@ -128,7 +128,7 @@ def local_steps(
             f"delay={delay} has to be less than every / fragments = {span}, the steps from one "
             "exchange to the next: one fragment is on its way at a time."
         )
-    inside, outside = map(optax.with_extra_args_support, (inner, outer))
+    inside, outside = optax.with_extra_args_support(inner), _held.held(outer)
 
     def parts(tree: Any) -> list[Any]:
         sizes = [leaf.size for leaf in jax.tree.leaves(tree)]
@@ -235,9 +235,10 @@ def local_steps(
             )
 
         moved = jax.tree.map(lambda m, u: m[0] + u, state.moved, made)
+        taken = jax.tree.map(lambda a, b: a[None].astype(b.dtype), kept, state.inner)
         return state._replace(
             missed=state.missed + (~finite).astype(jnp.int32),
-            inner=if_finite(kept, state.inner),
+            inner=_buffers.with_schedules(if_finite(kept, state.inner), taken),
             moved=if_finite(moved, state.moved),
         )
 

@@ -3,8 +3,9 @@
 import jax
 import jax.numpy as jnp
 
+from optax_ext._error_feedback import _options
 from optax_ext._error_feedback._momentum_correction import MomentumCorrection
-from sparse_collectives import Spec, _validation
+from sparse_collectives import Spec
 
 
 def momentum_correction(
@@ -64,12 +65,7 @@ def momentum_correction(
       Lin et al., `Deep Gradient Compression <https://arxiv.org/abs/1712.01887>`_,
       ICLR 2018, sections 3.1 and 3.3 and Algorithm 4.
     """
-    momentum = _validation.check_number("momentum", momentum, 0.0, 1.0)
-    if momentum == 1.0:
-        raise ValueError(
-            "momentum must be less than 1, got 1.0: the velocity would grow without bound. Write "
-            "for example momentum=0.9."
-        )
+    momentum = _options.check_momentum(momentum)
 
     def init(size: int) -> jax.Array:
         return jnp.zeros((size,), jnp.float32)

@@ -11,6 +11,7 @@ from optax_ext._error_feedback import _roles
 from optax_ext._error_feedback._roles import OF_WORKER, SHARED, SUMMED
 from optax_ext._state import _host_checks
 from optax_ext._state._find import accumulators, reductions
+from optax_ext._state._held import held
 from optax_ext._transforms import _branch
 from sparse_collectives import _validation
 
@@ -79,7 +80,7 @@ def multi_steps(
         k = _validation.check_positive_int("every_k_schedule", every_k_schedule)
         # The scope gives the traffic meter the number of steps from one exchange to the next.
         every_k, scope = lambda _: k, f"multi_steps.every{k}"
-    inner_tx = optax.with_extra_args_support(tx)
+    inner_tx = held(tx)
 
     def init(params: Any) -> MultiStepsState:
         inner = inner_tx.init(params)

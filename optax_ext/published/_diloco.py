@@ -2,6 +2,7 @@
 
 import optax
 
+from optax_ext._error_feedback import _options
 from optax_ext._transforms._dense import dense
 from optax_ext._transforms._local_steps import local_steps
 from optax_ext._transforms._residual import residual
@@ -153,6 +154,7 @@ def _dense_outer(
     nesterov: bool,
     buckets: int | None,
 ) -> optax.GradientTransformation:
+    momentum = _options.check_momentum(momentum)
     # With a momentum of 0 optax would still keep a trace of n entries.
     sgd = optax.sgd(rate, momentum or None, nesterov and bool(momentum))
     return optax.chain(dense(axis=axis, buckets=buckets), sgd)

@@ -39,7 +39,11 @@ def scaled(moments, gradients, axes=None, b2=B2, eps=EPS):
         v = rows
         if moments == "factors" and axes:
             v = rows * columns / rows.mean(across, keepdims=True)
-        made.append(g / (np.sqrt(v / (1 - b2**t)) + eps))
+        update = g / (np.sqrt(v / (1 - b2**t)) + eps)
+        if moments == "factors" and axes:
+            root_mean_square = np.sqrt((update**2).mean((along, across), keepdims=True))
+            update = update / np.maximum(1, root_mean_square / 2)
+        made.append(update)
     return made, rows, columns
 
 
@@ -136,6 +140,18 @@ def test_moments_do_not_take_what_is_no_gradient(moments, nonfinite):
     assert (int(state.skipped), int(state.dropped)) == ((3, 0) if nonfinite == "skip" else (0, 3))
     for x in jax.tree.leaves((params, state.local, state.residual)):
         assert np.isfinite(x).all()
+
+
+@pytest.mark.parametrize("moments", FORMS)
+@pytest.mark.parametrize("large", [1e4, 1e12, 2.0**62])
+def test_moments_with_one_far_larger_entry_bound_all_updates(moments, large):
+    """In a matrix of a stack, which shares nothing with the others."""
+    given = np.ones((30, 1, 2, 8, 16), np.float32)
+    given[0, 0, 1, 2, 3] = large
+    updates = run(LOCAL(axis="w", moments=moments), given).updates[:, 0]
+    root_mean_square = np.sqrt((updates.astype(np.float64) ** 2).mean((-1, -2)))
+    assert root_mean_square.max() <= 2 * (1 + 1e-5)
+    np.testing.assert_allclose(updates[:, 0], 1.0, rtol=1e-5)
 
 
 TENSOR = {"a": PartitionSpec(None, "model"), "b": PartitionSpec("model")}

@@ -1,0 +1,118 @@
+"""A step that is not finite changes nothing: no parameter, and no state after the exchange.
+
+A reduction skips a step alone, and says so in its counter, which is the same on all workers. The
+optimizers after it in a chain, and the other groups of a partition, learn it from that counter
+without a message.
+"""
+
+import dataclasses
+import functools
+import operator
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_ext._error_feedback import _nonfinite
+from optax_ext._error_feedback._dense_state import DenseState
+from optax_ext._error_feedback._roles import FIELDS, Role
+from optax_ext._error_feedback._sparse_state import SparseAllreduceState
+from optax_ext._state import _wrappers
+
+
+class Held(optax.GradientTransformationExtraArgs):
+    """What :func:`held` returns."""
+
+
+def held(tx: optax.GradientTransformation) -> Held:
+    """``tx``, whose updates and state stay as they are in a step that some reduction in it skips.
+
+    Updates that are not finite, although the reduced gradients are, hold the step also: a learning
+    rate may be infinite, or an ``eps`` too small for the dtype. If there is one reduction, such a
+    step has taken its exchange, and what it delivered is lost. With several, all residuals are as
+    before.
+
+    A wrapper that accumulates for a later exchange, such as :func:`optax_ext.multi_steps`, holds
+    its own parts, in the step that has the exchange. With ``every`` above 1 and with the
+    policies ``"drop"`` and ``"propagate"`` no step is skipped, and nothing is added to the program.
+
+    Cost: no message, and nothing for a whole optimizer alone. Old values stay until the new ones
+    are chosen: for ``chain(dense, adamw)`` XLA for CPUs accesses 6 n float32 more than without (21
+    instead of 15), with n more of temporary memory. With several reductions their residuals are
+    chosen also.
+    """
+    if isinstance(tx, Held):
+        return tx
+    inner = optax.with_extra_args_support(tx)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        updates, new = inner.update(updates, state, params, **extra)
+        if isinstance(new, SparseAllreduceState | DenseState):
+            return updates, new  # There is nothing else.
+        pairs = list(zip(_reductions(new), _reductions(state), strict=True))
+        # A reduction that never skips passes its counter on.
+        stepped = [a.skipped == b.skipped for a, b in pairs if a.skipped is not b.skipped]
+        if not stepped:
+            return updates, new
+        if not all(isinstance(a, SparseAllreduceState) and a.settings.whole for a, _ in pairs):
+            shown = jax.tree.map(_shown, updates)
+            stepped.append(_nonfinite.all_finite(shown, _axis_of(pairs[0][0])))
+        proceeds = functools.reduce(operator.and_, stepped)
+
+        def chosen(new: Any, old: Any) -> Any:
+            return jax.tree.map(lambda a, b: jnp.where(proceeds, a, b), new, old)
+
+        def part(new: Any, old: Any) -> Any:
+            if not _is_reduction(new):
+                return new if _accumulates(new) else chosen(new, old)
+            skipped = jnp.where(proceeds, new.skipped, old.skipped + 1)
+            if len(pairs) == 1:
+                return _with(new, skipped=skipped, count=chosen(new.count, old.count))
+            return _with(chosen(new, old), skipped=skipped)
+
+        # Added to the parameters, -0.0 changes no bit, and 0.0 would change -0.0.
+        updates = jax.tree.map(lambda u: jnp.where(proceeds, u, jnp.full_like(u, -0.0)), updates)
+        return updates, jax.tree.map(part, new, state, is_leaf=_is_part)
+
+    return Held(inner.init, cast(Any, update))
+
+
+def _shown(update: jax.Array) -> jax.Array:
+    """The entries that show whether an update is finite.
+
+    What makes an update infinite although the gradients are not, such as a learning rate, does so
+    for all entries of a leaf. Only in float16 an ``eps`` may be 0, which spoils some of them.
+    """
+    return update if update.dtype == jnp.float16 else update.ravel()[:1]
+
+
+def _with(state: Any, **fields: Any) -> Any:
+    if isinstance(state, DenseState):
+        return dataclasses.replace(state, **fields)
+    return state._replace(**fields)
+
+
+def _axis_of(reduction: Any) -> Any:
+    sparse = isinstance(reduction, SparseAllreduceState)
+    return reduction.settings.axis if sparse else reduction.axis
+
+
+def _is_reduction(node: Any) -> bool:
+    return isinstance(node, SparseAllreduceState | DenseState)
+
+
+def _is_part(node: Any) -> bool:
+    return _is_reduction(node) or _accumulates(node)
+
+
+def _accumulates(node: Any) -> bool:
+    """Whether it is a wrapper around a reduction that keeps something for a later exchange."""
+    if isinstance(node, optax.MultiStepsState):
+        return bool(_wrappers.reductions(node))
+    roles = {field.role for field in FIELDS.get(type(node), {}).values()}
+    return bool(roles & {Role.SUMMED, Role.MOVED}) and not _is_reduction(node)
+
+
+def _reductions(state: Any) -> list[Any]:
+    return list(filter(_is_reduction, jax.tree.leaves(state, is_leaf=_is_part)))
