@@ -3,7 +3,8 @@
 ``python -m tests.elastic._worker JSON`` writes what it does to standard output, a JSON object
 to a line. ``optimizer`` is ``sum``, whose parameters add up the delivered values, or
 ``sparse_adamw``. ``pause`` is the number of seconds between two steps, ``hang_at`` the step before
-which it hangs in Python, ``full_at`` the step at which process 0 finds the disk full, ``die_at``
+which it hangs in Python, ``full_at`` the step at which process 0 finds the disk full,
+``groups_used`` how many groups of devices workers 0 and 1 have used, ``die_at``
 a place in the code at which it ends at once, and ``loads_after`` the number of another worker, for
 whose arrival it waits before it loads a program.
 """
@@ -78,6 +79,8 @@ def main() -> None:
         devices=given.get("devices", 8),
     )
     _die(given.get("die_at", ""))
+    if "groups_used" in given:
+        job._client.key_value_increment(f"{_job._GROUPS}{(0, 1)}", given["groups_used"])
     if "full_at" in given and job.process_id == 0:
         _fill(given["full_at"])
     if "loads_after" in given:
