@@ -6,6 +6,11 @@ Trains a transformer on characters three times, with four workers over a link of
 first training, single workers are killed and come back. The second one is undisturbed. In the
 third, each of the same deaths stops all workers, which start again from the newest checkpoint, as
 with a restart script. Linux only, with root and iproute2 (ip, tc).
+
+    sudo python -m benchmarks.elastic.chaos --modes "killed one by one" --at-once 2 --every 20 \
+        --away 3 --save-every 2 --minutes 17 --out storm.json
+
+kills up to two workers at once, while they save and while they return.
 """
 
 import argparse
@@ -13,10 +18,13 @@ import contextlib
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from optax_ext.elastic import _files
 
 from .._common import namespaces, options, reports
 from .cluster import Cluster, cluster
@@ -47,40 +55,72 @@ def run(mode: str, hosts: Any, args: argparse.Namespace) -> dict[str, Any]:
         with cluster(WORKER, args.workers, hosts, **settings) as of:
             of.wait_for_step(1)
             began = time.time()
-            deaths = [] if mode == "undisturbed" else _disturb(of, alone, began, seconds, args)
+            checked: list[bool] = []
+            deaths = []
+            if mode != "undisturbed":
+                deaths = _disturb(
+                    of, alone, began, seconds, args, lambda: checked.extend(_whole(folder))
+                )
             if mode == "undisturbed":
                 of.wait_for("the end", lambda: not of.living, seconds=max(seconds, 60))
-            return {"mode": mode, "seed": args.seed, **_report(of, began, deaths)}
+            checked += _whole(folder)
+            parts = {"read": len(checked), "damaged": checked.count(False)}
+            return {"mode": mode, "seed": args.seed, "parts": parts, **_report(of, began, deaths)}
 
 
 def _disturb(
-    of: Cluster, alone: bool, began: float, seconds: float, args: argparse.Namespace
+    of: Cluster,
+    alone: bool,
+    began: float,
+    seconds: float,
+    args: argparse.Namespace,
+    check: Callable[[], None],
 ) -> list[dict[str, Any]]:
-    """Kills a worker every so often and starts it again, until the time is over."""
+    """Kills workers every so often and starts them again, until the time is over."""
     rng = np.random.default_rng(args.seed)
     deaths = []
     at = began
     while True:
         # At a random point of a step.
         at += args.every * rng.uniform(0.75, 1.25)
-        number = int(rng.integers(of.size))
+        numbers = [*map(int, rng.permutation(of.size)[: rng.integers(1, args.at_once + 1)])]
         if at + args.away > began + seconds:
             break
         time.sleep(max(0.0, at - time.time()))
-        step = max(of.step_of(x) for x in range(of.size))
-        deaths.append({"time": time.time(), "number": number, "step": step})
-        for x in [number] if alone else range(of.size):
+        steps = [of.step_of(x) for x in range(of.size)]
+        if all(steps[x] < 0 for x in range(of.size) if x not in numbers):
+            # One that has the state stays, so that no step is taken from a checkpoint.
+            numbers = [x for x in numbers if x != int(np.argmax(steps))]
+        died = {"time": time.time(), "step": max(steps), "at once": len(numbers)}
+        now = [{**died, "number": x, "returning": steps[x] < 0} for x in numbers]
+        deaths += now
+        for x in numbers if alone else range(of.size):
             of.kill(x)
         time.sleep(args.away)
-        deaths[-1]["back"] = time.time()
-        if alone:
-            of.start(number)
-        else:
+        check()
+        for death in now:
+            death["back"] = time.time()
+        if not alone:
             of.restart_coordinator()
-            for x in range(of.size):
+        for x in range(of.size):
+            # A launcher also starts one that has ended without a signal.
+            if x in numbers or not alone or of.lives[x][-1].ended_at is not None:
                 of.start(x)
     time.sleep(max(0.0, began + seconds - time.time()))
     return deaths
+
+
+def _whole(folder: str) -> Iterator[bool]:
+    """Whether each part of a checkpoint in the folder is as it was written."""
+    for part in Path(folder).glob("*/*/*"):
+        # Others are being written, or were when their process was killed.
+        if part.name.isdigit():
+            # Checkpoints that are too old are removed meanwhile.
+            with contextlib.suppress(FileNotFoundError):
+                try:
+                    yield bool(_files.read(part))
+                except ValueError:
+                    yield False
 
 
 def _report(of: Cluster, began: float, deaths: list[dict[str, Any]]) -> dict[str, Any]:
@@ -106,17 +146,19 @@ def _report(of: Cluster, began: float, deaths: list[dict[str, Any]]) -> dict[str
         )
         death["time"] -= began
         del death["back"]
-    # By step and workers, since other workers may take a step again.
-    digests: dict[tuple[int, ...], set[str]] = {}
+    # By step and workers, since other workers may take a step again; so may the same, of whom one
+    # has come back meanwhile, and the last time counts.
+    digests: dict[tuple[int, ...], dict[int, str]] = {}
     for event in steps:
-        digests.setdefault((event["step"], *event["members"]), set()).add(event["digest"])
+        key = event["step"], *event["members"]
+        digests.setdefault(key, {})[event["number"]] = event["digest"]
     taken = {step for step, *_ in digests}
     last = [x for x in steps if x["step"] == max(taken)]
     lost = max((event["lost"] for event in steps if np.isfinite(event["lost"])), default=0.0)
     return {
         "steps": max(taken),
         "missing": max(taken) - min(taken) + 1 - len(taken),
-        "differ": sum(len(found) > 1 for found in digests.values()),
+        "differ": sum(len({*found.values()}) > 1 for found in digests.values()),
         "members": len({x["number"] for x in last}),
         "lost": lost,
         "points": [[x["time"] - began, x["step"], x["value"]] for x in values],
@@ -131,6 +173,10 @@ def _report(of: Cluster, began: float, deaths: list[dict[str, Any]]) -> dict[str
 def line(row: dict[str, Any]) -> dict[str, Any]:
     """A run in a few numbers."""
     found = {"mode": row["mode"], "steps": row["steps"], "deaths": len(row["deaths"])}
+    found |= {name: row[name] for name in ("missing", "differ", "parts")}
+    found["of process 0"] = sum(x["number"] == 0 for x in row["deaths"])
+    found["two at once"] = sum(x["at once"] > 1 for x in row["deaths"])
+    found["returning"] = sum(x["returning"] for x in row["deaths"])
     found["loss"] = row["points"][-1][2] if row["points"] else None
     for name in ("until a step", "until it takes part"):
         values = sorted(x[name] for x in row["deaths"] if x[name] is not None)
@@ -185,6 +231,7 @@ def main(argv: list[str] | None = None) -> None:
     numbers: dict[str, tuple[float, str]] = {
         "workers": (4, "how many"),
         "minutes": (10.0, "of the trainings with deaths"),
+        "at-once": (1, "how many workers may be killed at once"),
         "every": (60.0, "seconds from one death to the next, more or less"),
         "away": (20.0, "seconds until a worker is started again"),
         "heartbeat": (6, "seconds without one after which a worker is taken for dead"),

@@ -24,7 +24,7 @@ class Watch:
     def __init__(self):
         self._calls = 0
         self._seen: np.ndarray | None = None
-        self._copies: list[jax.Array] = []
+        self._copies: list[Any] = []
         self._warned = False
 
     def see(self, opt_state: Any, stacklevel: int) -> None:

@@ -21,6 +21,8 @@ from jax.experimental.compilation_cache import compilation_cache
 Device = Any
 # The first process of a job publishes the list of devices, and can't do so a second time.
 _TOPOLOGY = "cpu:global_topology/cpu"
+# The folder in which the members of a group of devices publish their addresses.
+GROUPS = "cpu:gloo/"
 
 
 def serve(address: str, processes: int, heartbeat_seconds: int) -> Any:

@@ -8,11 +8,12 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
 from optax_ext.elastic import _jax_internals, _meeting
+from optax_ext.elastic._arguments import check_counts, host_and_port
 from optax_ext.elastic._jax_internals import Device
 from optax_ext.elastic._meeting import Decision, Report
 from optax_ext.elastic._waiting import log, waiting
@@ -23,7 +24,7 @@ EXIT_STATUS = 75
 _REPORT, _DECISION, _READY, _WAITING, _HERE, _OVER = (
     f"optax_ext/{x}/" for x in ("report", "decision", "ready", "waiting", "here", "over")
 )
-_NUMBER, _PROCESSES = "optax_ext/number", "optax_ext/processes"
+_GROUPS, _PROCESSES = "optax_ext/groups/", "optax_ext/processes"
 
 
 def connect(
@@ -59,8 +60,8 @@ def connect(
         ends with status 1 and the stacks of its threads. Its heartbeats would go on, and the
         others would wait for it. It has to be longer than anything the loop does between two steps.
       devices: CPU devices of this process, one of which is used at a time. XLA keeps a group of
-        CPU devices indefinitely, even one that broke, so each new group takes others: w workers
-        of d devices may change ``w d**w`` times.
+        CPU devices indefinitely, even one that broke, so each new group takes others: the same w
+        workers of d devices may meet ``w d**w`` times. Then they end with status 75.
 
     Returns:
       The job, for :class:`Training`.
@@ -68,8 +69,8 @@ def connect(
     Raises:
       ConnectionError: there is no answer at ``address``.
       RuntimeError: jax has looked for devices already; the job has another number of processes.
-      ValueError: a number of processes or seconds that is not positive, or a ``process_id`` that
-        is out of range.
+      ValueError: an ``address`` without a host or with a port out of range; a number of
+        processes, devices or seconds, or a ``process_id``, that is out of range.
     """
     check_counts(
         num_processes=num_processes,
@@ -79,6 +80,7 @@ def connect(
         stuck_seconds=stuck_seconds,
         devices=devices,
     )
+    place = host_and_port(address)
     if not isinstance(process_id, int) or not 0 <= process_id < num_processes:
         raise ValueError(
             f"process_id must be in [0, {num_processes}), as there are num_processes="
@@ -90,15 +92,15 @@ def connect(
             "optax_ext.elastic.connect comes too late: jax has looked for devices already. Call it "
             "before anything that computes, before jax.devices and before jax.random.key."
         )
-    _check_listens(address, num_processes, connect_seconds)
+    _check_listens(address, place, num_processes, connect_seconds)
     flag = f"--xla_cpu_collective_timeout_seconds={collective_seconds}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
     jax.config.update("jax_num_cpu_devices", devices)
     # Before all have connected, the service has no list of those that are missing.
     missing = (
         f"all workers to connect to {address}: this is process_id={process_id} of num_processes="
-        f"{num_processes}. Start the others, and give the same number (1 to train alone) as "
-        "num_processes= to each and as --processes to the coordinator"
+        f"{num_processes}. Start the others, each with a process_id of its own, and give the same "
+        "number (1 to train alone) as num_processes= to each and as --processes to the coordinator"
     )
     with waiting(lambda: missing, connect_seconds):
         given = address, process_id, num_processes, heartbeat_seconds, connect_seconds
@@ -117,24 +119,14 @@ def connect(
     return Job(client, process_id, num_processes, stuck_seconds)
 
 
-def check_counts(**counts: Any) -> None:
-    """Raises a ValueError for an argument that is no whole number of at least 1."""
-    for name, value in counts.items():
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
-
-
-def _check_listens(address: str, processes: int, seconds: float) -> None:
+def _check_listens(address: str, place: tuple[str, int], processes: int, seconds: float) -> None:
     """Raises a ConnectionError in cases in which jax would end the process with a stack of C++."""
-    host, colon, port = address.rpartition(":")
-    if not colon or not port.isdigit():
-        raise ValueError(f"address must be 'host:port', got {address!r}.")
     command = f"python -m optax_ext.elastic --address {address} --processes {processes}"
     deadline = time.monotonic() + seconds
     with waiting(lambda: f"the coordinator at {address}; start it there with {command}", seconds):
         while True:
             try:
-                socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+                socket.create_connection(place, timeout=5).close()
                 return
             except OSError as error:
                 if time.monotonic() > deadline:
@@ -148,11 +140,12 @@ def _check_listens(address: str, processes: int, seconds: float) -> None:
 def _lost(status: Any) -> None:
     """Ends the process: the coordinator is gone, or takes this process for dead."""
     reason = str(status).splitlines()[0][:200]
-    print(
-        f"optax_ext.elastic: this process is no longer in the job: {reason}. Start it again.",
-        file=sys.stderr,
-        flush=True,
-    )
+    _end(f"this process is no longer in the job: {reason}. Start it again.")
+
+
+def _end(text: str) -> NoReturn:
+    """Ends the process with a line, for a launcher to start it again."""
+    print(f"optax_ext.elastic: {text}", file=sys.stderr, flush=True)
     os._exit(EXIT_STATUS)
 
 
@@ -164,6 +157,8 @@ class Job:
         self.num_processes = num_processes
         self._client = client
         self._stuck = stuck_seconds
+        self._has_training = False
+        self._announced = ""
         # An earlier life may have died in a group that is not complete yet.
         client.key_value_delete(f"{_READY}{process_id}")
         self.restart_deadline()
@@ -184,14 +179,14 @@ class Job:
             nonce = secrets.token_hex(8)
             self._set(f"{_REPORT}{me}", _meeting.written(report._replace(nonce=nonce)))
             try:
-                waiting = self._all(_WAITING)
+                waiting = self._waiting()
                 present = self._present()
                 first = min(present)
                 decision = self._decide(present) if first == me else self._decision_of(first)
                 # Otherwise the others were at the end of an earlier meeting, not in this one.
                 if decision and decision.nonces.get(me) == nonce:
                     if first == me:
-                        self._forget(waiting, present)
+                        self._forget(waiting)
                     return decision
             except jax.errors.JaxRuntimeError as error:
                 # The first process has died, or has gone on to the next meeting.
@@ -226,16 +221,51 @@ class Job:
         here = sorted(self._all(_HERE))
         return (
             f"workers: {len(here)} of {self.num_processes} are here, {here}; each of the others "
-            "has to come, or to miss its heartbeats"
+            "has to come, or to miss its heartbeats; no other running process may have "
+            f"process_id={self.process_id}"
         )
+
+    def begin(self) -> None:
+        """Announces the training of this process; a RuntimeError if it has had one."""
+        if self._has_training:
+            raise RuntimeError(
+                "this job has a Training: another one of the same job would take no step. Go on "
+                "with run() of the first, to a larger number of steps, or begin a job with "
+                "processes and a coordinator of its own."
+            )
+        self._has_training = True
+        self.announce()
 
     def announce(self) -> None:
         """Announces that this process would like to take part."""
-        self._set(f"{_WAITING}{self.process_id}", f"{os.getpid()} {time.time_ns()}")
+        self._announced = secrets.token_hex(8)
+        self._set(f"{_WAITING}{self.process_id}", self._announced)
 
     def someone_waits(self) -> bool:
         """Whether a process has announced itself since the last meeting."""
-        return bool(self._all(_WAITING))
+        return bool(self._waiting())
+
+    def _waiting(self) -> dict[int, str]:
+        """The processes that have announced themselves; a RuntimeError if it is another life."""
+        found = self._all(_WAITING)
+        if found.get(self.process_id, self._announced) != self._announced:
+            raise RuntimeError(
+                f"another process has begun with process_id={self.process_id}, and takes the place "
+                "of this one: no two running processes may have the same."
+            )
+        return found
+
+    def start_over(self, members: tuple[int, ...]) -> NoReturn:
+        """Ends the process where all groups of devices have been used; all members do so.
+
+        The coordinator forgets the groups, which are unknown to the next lives of the members.
+        """
+        for folder in (_GROUPS, _jax_internals.GROUPS):
+            self._client.key_value_delete(folder)
+        _end(
+            f"the groups of devices of workers {members} are used up, since XLA can't use one "
+            "again. Start them again; devices= of optax_ext.elastic.connect allows for more."
+        )
 
     def end(self, step: int) -> None:
         """Leaves a note for processes that come too late."""
@@ -262,7 +292,9 @@ class Job:
         reports = {process: _meeting.report_of(texts[process]) for process in present}
         if any(ready.get(process) == report.nonce for process, report in reports.items()):
             return None
-        decision = _meeting.decide(int(self._client.key_value_increment(_NUMBER, 1)), reports)
+        decision = _meeting.decide(reports)
+        number = self._client.key_value_increment(f"{_GROUPS}{decision.members}", 1)
+        decision = decision._replace(number=int(number))
         nonce = decision.nonces[self.process_id]
         self._set(f"{_DECISION}{self.process_id}/{nonce}", _meeting.written(decision))
         return decision
@@ -273,12 +305,12 @@ class Job:
         key = f"{_DECISION}{first}/{nonce}"
         return _meeting.decision_of(self._client.blocking_key_value_get(key, 10_000))
 
-    def _forget(self, waiting: Mapping[int, str], present: set[int]) -> None:
+    def _forget(self, waiting: Mapping[int, str]) -> None:
         """Removes the announcements of processes that have met, or have died since."""
         # A process that has come back in the meantime has announced itself again.
         now = self._all(_WAITING)
         for process, said in waiting.items():
-            if process in present or now.get(process) == said:
+            if now.get(process) == said:
                 self._client.key_value_delete(f"{_WAITING}{process}")
 
     def _all(self, folder: str) -> dict[int, str]:

@@ -35,7 +35,6 @@ class Decision(NamedTuple):
     """What all processes that have met do next.
 
     Attributes:
-      number: the number of the meeting; no two have the same.
       members: the processes that take part, in the order of their numbers.
       holders: the members that have the state of ``version``. If there are none, the first of
         the members, whose parameters all others take over.
@@ -45,9 +44,9 @@ class Decision(NamedTuple):
       lost: the processes that had a state when they met, and can't go on from it.
       refused: why a process can't take part, by its number.
       nonces: the nonces of the reports that the decision rests on, by process.
+      number: how many meetings these members have had with each other, with this one.
     """
 
-    number: int
     members: tuple[int, ...]
     holders: tuple[int, ...]
     version: int
@@ -56,10 +55,16 @@ class Decision(NamedTuple):
     lost: tuple[int, ...]
     refused: dict[int, str]
     nonces: dict[int, str]
+    number: int = 0
+
+    @property
+    def mark(self) -> str:
+        """A word that no other decision has, of any life of the job."""
+        return self.nonces[min(self.nonces)]
 
 
-def decide(number: int, reports: Mapping[int, Report]) -> Decision:
-    """The decision for processes that have met, from their reports.
+def decide(reports: Mapping[int, Report]) -> Decision:
+    """The decision, still without its number, for processes that have met, from their reports.
 
     It takes the newest version that all processes with a state can go back to. Workers differ by at
     most one exchange, since none starts the next before all have finished this one, and each keeps
@@ -88,18 +93,21 @@ def decide(number: int, reports: Mapping[int, Report]) -> Decision:
         holders, saved = members[:1], reports[members[0]].saved
         step = max(saved, 0)
     nonces = {process: report.nonce for process, report in reports.items()}
-    return Decision(number, members, holders, version, step, saved, lost, refused, nonces)
+    return Decision(members, holders, version, step, saved, lost, refused, nonces)
 
 
 def assigned(
     decision: Decision, devices_of: Callable[[int], Sequence[Device]]
-) -> dict[int, Device]:
+) -> dict[int, Device] | None:
     """One device of each member, by its number and in the order of a mesh.
 
-    Each meeting has other ones, until all have been used: XLA keeps a group of CPU devices
-    indefinitely, by the devices in their order, and one that broke stays broken.
+    Each meeting of these members has other ones: XLA keeps a group of CPU devices indefinitely, by
+    the devices in their order, and one that broke stays broken. None if all have been used; a
+    group of one can't break.
     """
     size, each = len(decision.members), len(devices_of(decision.members[0]))
+    if size > 1 and size * each**size < decision.number:
+        return None
     shift = decision.number // each**size % size
     order = (*decision.members[shift:], *decision.members[:shift])
     places = enumerate(order)

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 import pickle
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from optax_ext._state._init import init_state
 from optax_ext._state._specs import state_specs
 from optax_ext._train import _mapped
 from optax_ext._train._train_step import make_train_step
-from optax_ext.elastic import _handover, _jax_internals
+from optax_ext.elastic import _files, _handover, _jax_internals
 from optax_ext.elastic._jax_internals import Device
 
 _WHOLE = PartitionSpec()
@@ -164,18 +165,28 @@ def _kept_or_compiled(lowered: jax.stages.Lowered, devices: Sequence[Device]) ->
     text.append(_jax_internals.machine(devices))
     name = hashlib.sha256("\n".join(text).encode()).hexdigest()
     path = Path(folder) / f"optax_ext_elastic_{name}"
-    with contextlib.suppress(OSError, ValueError, EOFError, pickle.UnpicklingError):
-        return pickle.loads(path.read_bytes())
+    with contextlib.suppress(OSError, ValueError):
+        return pickle.loads(_files.read(path))
     program = _jax_internals.compiled(lowered, devices)
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_name(f"{path.name}.{os.getpid()}")
-        new.write_bytes(pickle.dumps(program))
-        # A reader finds the whole file or nothing.
-        new.replace(path)
+        _files.write(path, (pickle.dumps(program),))
     return program
 
 
 def _row(x: jax.Array, rank: jax.Array, size: int) -> jax.Array:
     rows = x.shape[0] // size
     return lax.dynamic_slice_in_dim(x, rank * rows, rows)
+
+
+# A collective raises the first if another worker is gone, and the second if it fails at once.
+FAILURES = (jax.errors.JaxRuntimeError, ValueError)
+_STATUS = re.compile(
+    "(ABORTED|CANCELLED|DEADLINE_EXCEEDED|FAILED_PRECONDITION|INTERNAL|UNAVAILABLE|UNKNOWN): "
+)
+
+
+def said_by_others(error: Exception) -> str:
+    """The first line of an error that may come from another worker; raises any other error."""
+    if not isinstance(error, jax.errors.JaxRuntimeError) and not _STATUS.match(str(error)):
+        raise error
+    return str(error).splitlines()[0][:200]

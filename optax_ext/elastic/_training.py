@@ -1,6 +1,5 @@
 """A training loop that goes on with whoever is there."""
 
-import re
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,10 +13,11 @@ import optax
 from jax.sharding import PartitionSpec
 
 from optax_ext.elastic import _training_state
+from optax_ext.elastic._arguments import check_counts, check_finite, check_seconds
 from optax_ext.elastic._checkpoints import Checkpoints
-from optax_ext.elastic._job import Job, check_counts, log
+from optax_ext.elastic._job import Job, log
 from optax_ext.elastic._meeting import Decision, Report, assigned
-from optax_ext.elastic._programs import Group, Programs
+from optax_ext.elastic._programs import FAILURES, Group, Programs, said_by_others
 from optax_ext.elastic._training_state import TrainingState, own, placed, restored
 from optax_ext.elastic._waiting import Waiting
 
@@ -73,7 +73,8 @@ class Training:
       check_every: exchanges from one check to the next. A check compares the parameters, and lets
         workers in and out.
       folder: a folder of checkpoints, which every process can read and write. A training begins
-        from the newest whole checkpoint, which any number of workers may have written.
+        from the newest whole checkpoint, which any number of workers may have written, of the
+        same model and optimizer. If one can't be written, a line says so and the training goes on.
       save_every: steps from one checkpoint to the next.
       min_workers: with fewer workers no step is taken, and the ones that are present wait.
       leave_on: signals on which this worker hands its residual over and leaves, such as
@@ -82,7 +83,8 @@ class Training:
 
     Raises:
       ValueError: ``tx`` has a state that cannot be handed over, such as ``local_steps``;
-        ``save_every`` without a folder.
+        ``save_every`` without a folder; an argument out of range; ``params`` that are not finite.
+      RuntimeError: the job has a training already.
 
     Cost: a second copy of parameters and optimizer state, because a failed step must not have
     changed them; a program compiled for each number of workers; three numbers per parameter and
@@ -106,6 +108,9 @@ class Training:
         give_up: float = 600.0,
     ):
         check_counts(check_every=check_every, min_workers=min_workers)
+        check_seconds("give_up", give_up)
+        if isinstance(leave_on, signal.Signals):
+            raise ValueError(f"leave_on must be a sequence of signals, got {leave_on!r}.")
         if min_workers > job.num_processes:
             raise ValueError(
                 f"min_workers is {min_workers}, but the job has {job.num_processes} processes."
@@ -127,10 +132,12 @@ class Training:
         self._programs = Programs(loss_fn, tx, axis, [*devices.values()])
         with jax.default_device(mine):
             self._initial = jax.tree.map(jnp.asarray, params)
-        state = self._programs.state_of(1, self._initial)
+        check_finite("params", self._initial)
+        initial, state_of = self._initial, self._programs.state_of
+        state = state_of(1, initial)
         self._every = _training_state.steps_in_round(state)
-        self._model = _training_state.description(self._initial, state)
-        self._checkpoints = Checkpoints(folder, save_every, job.process_id)
+        self._model = _training_state.description(initial, state)
+        self._checkpoints = Checkpoints(folder, save_every, job.process_id, initial, state_of)
         self._now: TrainingState | None = None
         self._before: TrainingState | None = None
         self._decision: Decision | None = None
@@ -144,7 +151,7 @@ class Training:
         self._waits: Waiting | None = None
         for number in leave_on:
             signal.signal(number, lambda *_: self.leave())
-        job.announce()
+        job.begin()
 
     @property
     def step(self) -> int:
@@ -183,11 +190,15 @@ class Training:
           the loss as in :func:`optax_ext.make_train_step`. It ends early if this worker leaves.
 
         Raises:
-          RuntimeError: this process can't take part; parameters of workers differ; a step fails
-            again and again with the same workers.
+          RuntimeError: this process can't take part; another process has its number; parameters of
+            workers differ; a step fails again and again with the same workers.
           TimeoutError: no step for ``give_up`` seconds.
+          ValueError: the checkpoint is damaged, or of another model or optimizer.
+          OSError: the last workers leave, and can't write their checkpoint.
         """
+        check_counts(steps=steps)
         if (over := self._job.ended()) is not None and over >= steps:
+            log.warning("the job is over after step %d, and params are of step %d", over, self.step)
             return
         since = time.monotonic()
         try:
@@ -222,8 +233,8 @@ class Training:
             now, loss = self._take(group, before, batch)
             if now.version != before.version and now.version % self._check_every == 0:
                 self._poll(group, now)
-        except _FAILURES as error:
-            log.warning("after step %d: %s", self.step, _said_by_others(error))
+        except FAILURES as error:
+            log.warning("after step %d: %s", self.step, said_by_others(error))
             self._group = None
             self._failures += loss is None
             if self._failures > 10:
@@ -275,6 +286,8 @@ class Training:
             self._goodbyes = {x for x, goes in zip(group.order, leaves, strict=True) if goes}
         elif self._checkpoints.folder is not None:
             self._save(now)
+            if error := self._checkpoints.wait():
+                raise error
         else:
             log.warning("all leave, and without a folder their residuals are lost")
         if leaves[group.order.index(self._job.process_id)]:
@@ -285,14 +298,17 @@ class Training:
             self._job.ready(self._job.meet(Report(self._model, leaves=True)))
 
     def _save(self, now: TrainingState) -> None:
-        self._checkpoints.save(now.step, self.members, own(now.params), own(now.opt_state))
+        mark = self._decision.mark if self._decision else ""
+        self._checkpoints.save(now.step, self.members, mark, own(now.params), own(now.opt_state))
 
     def _meet(self) -> None:
         """Makes a group of those that are there."""
         me = self._job.process_id
         states = [x for x in (self._now, self._before) if x is not None]
         versions, steps = (tuple(getattr(x, of) for x in states) for of in ("version", "step"))
-        report = Report(self._model, versions, steps, saved=self._checkpoints.newest())
+        # A process with a state needs no checkpoint, whose folder may be gone.
+        saved = -1 if states else self._checkpoints.newest()
+        report = Report(self._model, versions, steps, saved=saved)
         decision = self._job.meet(report)
         if me in decision.refused:
             raise RuntimeError(f"this process can't take part: {decision.refused[me]}.")
@@ -305,9 +321,12 @@ class Training:
             time.sleep(1.0)
             self._job.announce()
             return
+        devices = assigned(decision, self._job.devices_of)
+        if devices is None:
+            self._checkpoints.wait()
+            self._job.start_over(decision.members)
         # Until the new group is complete, this worker keeps the state of the old one.
         self._batch = self._next_batch(decision.members, decision.step)
-        devices = assigned(decision, self._job.devices_of)
         group = self._programs.load(devices, self._initial, self._batch)
         if not self._job.ready(decision):
             return
@@ -316,8 +335,8 @@ class Training:
         try:
             given = self._job, self._programs, self._checkpoints, self._initial
             now = restored(decision, held, group, *given)
-        except _FAILURES as error:
-            log.warning("the workers meet again: %s", _said_by_others(error))
+        except FAILURES as error:
+            log.warning("the workers meet again: %s", said_by_others(error))
             return
         gone = {*self.members} - {*decision.members} - self._goodbyes | {*decision.lost}
         for process in sorted(gone):
@@ -328,17 +347,3 @@ class Training:
         self._decision, self._goodbyes, self._waits = decision, set(), None
         self._now, self._before, self._group = now, None, group
         log.warning("step %d, workers %s", decision.step, decision.members)
-
-
-# A collective raises the first if another worker is gone, and the second if it fails at once.
-_FAILURES = (jax.errors.JaxRuntimeError, ValueError)
-_STATUS = re.compile(
-    "(ABORTED|CANCELLED|DEADLINE_EXCEEDED|FAILED_PRECONDITION|INTERNAL|UNAVAILABLE|UNKNOWN): "
-)
-
-
-def _said_by_others(error: Exception) -> str:
-    """The first line of an error that may come from another worker; raises any other error."""
-    if not isinstance(error, jax.errors.JaxRuntimeError) and not _STATUS.match(str(error)):
-        raise error
-    return str(error).splitlines()[0][:200]

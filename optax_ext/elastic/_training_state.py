@@ -74,9 +74,7 @@ def restored(
             params = own(held.params)
             state = _handover.carried(own(held.opt_state), state)
         elif decision.saved >= 0:
-            written, params, saved = saves.load(
-                decision.saved, rank, size, params, programs.state_of
-            )
+            written, params, saved = saves.load(decision.saved, rank, size)
             holders = decision.members[:written]
             if saved is not None:
                 state = _handover.carried(saved, state)

@@ -3,10 +3,13 @@
 ``python -m tests.elastic._worker JSON`` writes what it does to standard output, a JSON object
 to a line. ``optimizer`` is ``sum``, whose parameters add up the delivered values, or
 ``sparse_adamw``. ``pause`` is the number of seconds between two steps, ``hang_at`` the step before
-which it hangs in Python, ``die_at`` a place in the code at which it ends at once, and
-``loads_after`` the number of another worker, for whose arrival it waits before it loads a program.
+which it hangs in Python, ``full_at`` the step at which process 0 finds the disk full,
+``groups_used`` how many groups of devices workers 0 and 1 have used, ``die_at``
+a place in the code at which it ends at once, and ``loads_after`` the number of another worker, for
+whose arrival it waits before it loads a program.
 """
 
+import errno
 import hashlib
 import logging
 import math
@@ -14,6 +17,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,7 +28,7 @@ import optax
 import optax_ext
 from benchmarks._common.processes import die_with_parent
 from optax_ext import elastic
-from optax_ext.elastic import _checkpoints, _job, _programs, _training
+from optax_ext.elastic import _checkpoints, _files, _job, _programs, _training
 from optax_ext.elastic._training_state import own
 from tests.groups import run, say, settings
 
@@ -75,6 +79,10 @@ def main() -> None:
         devices=given.get("devices", 8),
     )
     _die(given.get("die_at", ""))
+    if "groups_used" in given:
+        job._client.key_value_increment(f"{_job._GROUPS}{(0, 1)}", given["groups_used"])
+    if "full_at" in given and job.process_id == 0:
+        _fill(given["full_at"])
     if "loads_after" in given:
         _load_after(job, given["loads_after"])
     step_before = {}
@@ -151,6 +159,18 @@ def _load_after(job: elastic.Job, number: int) -> None:
         return original(*args)
 
     _programs.Programs.load = load
+
+
+def _fill(step: int) -> None:
+    """Lets the disk be full for one checkpoint."""
+    write = _files.write
+
+    def full(place: Path, content: Any) -> None:
+        if place.parts[-3] == str(step):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(place, content)
+
+    _files.write = full
 
 
 def _die(place: str) -> None:

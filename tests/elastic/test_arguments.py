@@ -1,5 +1,6 @@
 """Wrong arguments, each with one line that names it."""
 
+import signal
 import socket
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 
 import optax_ext
 from optax_ext import elastic
+from optax_ext.elastic import __main__, _jax_internals, _job
 
 PARAMS = {"w": jnp.zeros((4, 3))}
 
@@ -23,12 +25,23 @@ PARAMS = {"w": jnp.zeros((4, 3))}
         ({"process_id": -1}, "process_id must be in"),
         ({"heartbeat_seconds": 0.5}, "heartbeat_seconds must be a whole number"),
         ({"devices": 0}, "devices must be a whole number"),
+        ({"devices": 1001}, "devices must be at most 1000, got 1001"),
+        ({"num_processes": 5 * 10**9}, "num_processes must be at most 100000"),
+        ({"heartbeat_seconds": 2**31}, "heartbeat_seconds must be at most 2147483647"),
+        ({"collective_seconds": 2**31}, "collective_seconds must be at most"),
+        ({"connect_seconds": True}, "connect_seconds must be a whole number"),
+        ({"stuck_seconds": float("inf")}, "stuck_seconds must be a whole number"),
+        ({"address": "127.0.0.1:65536"}, "address must be 'host:port' with a port from 1 to 65535"),
+        ({"address": "127.0.0.1:0"}, "address must be 'host:port'.*got '127.0.0.1:0'"),
+        ({"address": "127.0.0.1:\xb2"}, "address must be 'host:port'"),
+        ({"address": ":1234"}, "address must be 'host:port'"),
+        ({"address": None}, "address must be 'host:port'.*got None"),
     ],
 )
 def test_a_job_that_is_none(options, message):
-    given = {"num_processes": 4, "process_id": 0, **options}
+    given = {"address": "127.0.0.1:1", "num_processes": 4, "process_id": 0, **options}
     with pytest.raises(ValueError, match=message):
-        elastic.connect("127.0.0.1:1", **given)
+        elastic.connect(**given)
 
 
 def test_a_job_after_jax_has_begun():
@@ -60,17 +73,41 @@ def test_a_coordinator_that_nobody_answers():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--address", "nothing", "--processes", "2"], "--address must be host:port"),
-        (["--address", "127.0.0.1:1", "--processes", "0"], "--processes must be at least 1"),
+        (["--address", "nothing", "--processes", "2"], "--address must be 'host:port' with a port"),
+        (["--address", "127.0.0.1:99999", "--processes", "2"], "with a port from 1 to 65535"),
+        (["--address", "127.0.0.1:0", "--processes", "2"], "got '127.0.0.1:0'"),
+        (["--address", "127.0.0.1:1", "--processes", "0"], "--processes must be a whole number"),
+        (["--address", "127.0.0.1:1", "--processes", "5000000000"], "must be at most 100000"),
+        (
+            ["--address", "127.0.0.1:1", "--processes", "2", "--heartbeat-seconds", "99999999999"],
+            "--heartbeat-seconds must be at most 2147483647, got 99999999999",
+        ),
     ],
 )
 def test_a_coordinator_that_is_none(options, message, capsys, monkeypatch):
-    from optax_ext.elastic import __main__
-
     monkeypatch.setattr(sys, "argv", ["elastic", *options])
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as ended:
         __main__.main()
+    assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0", "256.1.1.1", "192.0.2.1"])
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_coordinator_that_can_not_listen(host, shares, capsys, monkeypatch):
+    # As gRPC does: a second one would get a part of the connections.
+    with socket.socket() as taken:
+        if shares:
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"{host}:{taken.getsockname()[1]}"
+        monkeypatch.setattr(sys, "argv", ["elastic", "--address", address, "--processes", "2"])
+        monkeypatch.setattr(_jax_internals, "serve", None)
+        assert __main__.main() == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1
+    assert said[0].startswith(f"can't listen at {address}: [Errno")
 
 
 class Job:
@@ -81,13 +118,19 @@ class Job:
     def devices_of(self, process_id):
         return jax.devices()
 
-    def announce(self):
+    def begin(self):
         pass
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"give_up": float("nan")}, "give_up must be a positive number of seconds, got nan"),
+        ({"give_up": "5"}, "give_up must be a positive number of seconds, got '5'"),
+        ({"give_up": 0}, "give_up must be a positive number"),
+        ({"leave_on": signal.SIGTERM}, "leave_on must be a sequence"),
+        ({"params": {"w": jnp.array([1.0, jnp.nan])}}, r"params\['w'\] must be finite"),
+        ({"folder": "x", "save_every": 0}, "save_every must be a whole number"),
         ({"check_every": 0}, "check_every must be a whole number of at least 1, got 0"),
         ({"min_workers": 3}, "min_workers is 3, but the job has 2 processes"),
         ({"folder": "x"}, "folder is 'x' and save_every None: checkpoints need both"),
@@ -108,3 +151,52 @@ def test_a_training_that_is_none(options, message):
     given = {"tx": tx, "params": PARAMS, "batch_of": lambda request: None, **options}
     with pytest.raises(ValueError, match=message):
         elastic.Training(Job(), lambda p, x: 0.0, **given)
+
+
+class Client:
+    """The keys of a coordinator."""
+
+    def __init__(self):
+        self.values = {}
+
+    def key_value_set(self, key, value, allow_overwrite):
+        self.values[key] = value
+
+    def key_value_delete(self, key):
+        self.values = {x: y for x, y in self.values.items() if not x.startswith(key)}
+
+    def key_value_dir_get(self, folder):
+        return [(x, y) for x, y in self.values.items() if x.startswith(folder)]
+
+
+@pytest.fixture
+def jobs():
+    """Two processes with the same number."""
+    client = Client()
+    made = [_job.Job(client, 1, 2, stuck_seconds=3600) for _ in range(2)]
+    yield made
+    made[0].lift_deadline()
+
+
+def test_a_second_training_of_a_job(jobs):
+    jobs[0].begin()
+    with pytest.raises(RuntimeError, match="this job has a Training.*larger number of steps"):
+        jobs[0].begin()
+
+
+def test_a_second_process_of_the_same_number(jobs):
+    one, two = jobs
+    one.begin()
+    assert one.someone_waits()
+    two.begin()
+    assert two.someone_waits()
+    with pytest.raises(RuntimeError, match="another process has begun with process_id=1"):
+        one.someone_waits()
+
+
+@pytest.mark.parametrize("steps", [0, float("nan"), "5"])
+def test_steps_that_are_none(steps):
+    tx = optax_ext.sparse_adamw(0.1, axis="data")
+    training = elastic.Training(Job(), lambda p, x: 0.0, tx, PARAMS, lambda request: None)
+    with pytest.raises(ValueError, match="steps must be a whole number of at least 1"):
+        next(training.run(steps))

@@ -280,6 +280,45 @@ def test_one_with_another_model_is_refused_and_the_others_go_on():
         check(of)
 
 
+def test_where_the_groups_of_devices_are_used_up_all_end_to_be_started_again():
+    with job(2) as of:
+        of.wait_for_step(10)
+        of.kill(1)
+        of.wait_for_step(steps_of(of, 0) + 5, [0])
+        of.start(1, groups_used=2 * 8**2)
+        of.wait_for("all ends", lambda: not of.living)
+        for lives in of.lives:
+            assert lives[-1].status == 75
+            (said,) = (x for x in lives[-1].errors.splitlines() if "optax_ext.elastic: " in x)
+            assert "the groups of devices of workers (0, 1) are used up" in said
+        # The coordinator goes on, without a record of the old groups.
+        for number in range(2):
+            of.start(number)
+        of.wait_for_step(10)
+
+
+def test_a_second_process_of_the_same_number_takes_its_place():
+    with job(2) as of:
+        of.wait_for_step(10)
+        of.start(1)
+        first, second = of.lives[1]
+        of.wait_for("the end of the first", lambda: first.ended_at)
+        assert first.status == 1
+        assert "another process has begun with process_id=1" in first.errors
+        of.wait_for("its step", lambda: second.find("step"))
+        check(of)
+
+
+def test_a_disk_that_is_full_for_one_worker_ends_nobody(tmp_path):
+    with job(2, folder=str(tmp_path), save_every=5, full_at=10) as of:
+        of.wait_for_step(40)
+        said = of.lives[0][0].errors
+        assert "the checkpoint of step 10 is not written: [Errno 28] No space left" in said
+        check(of)
+    steps = sorted(int(x.name) for x in tmp_path.iterdir())
+    assert steps[0] >= 15
+
+
 def test_all_end_when_the_coordinator_ends():
     with job(2) as of:
         of.wait_for_step(10)

@@ -1,5 +1,6 @@
 """Which processes take part and from which state, decided by their reports."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,7 +16,7 @@ NEW = Report("m")
 
 
 def test_all_begin_together_with_the_parameters_of_the_first():
-    decision = decide(1, {2: NEW, 0: NEW, 1: NEW})
+    decision = decide({2: NEW, 0: NEW, 1: NEW})
     assert decision.members == (0, 1, 2)
     assert (decision.holders, decision.version, decision.step, decision.saved) == ((0,), 0, 0, -1)
     assert not decision.lost
@@ -23,40 +24,40 @@ def test_all_begin_together_with_the_parameters_of_the_first():
 
 
 def test_a_failed_step_is_taken_from_the_state_that_all_have():
-    decision = decide(5, {0: has(8, 7), 1: has(7, 6)})
+    decision = decide({0: has(8, 7), 1: has(7, 6)})
     assert (decision.version, decision.step, decision.holders) == (7, 70, (0, 1))
     # All have finished it: it is not taken again.
-    assert decide(5, {0: has(8, 7), 1: has(8, 7)}).version == 8
+    assert decide({0: has(8, 7), 1: has(8, 7)}).version == 8
 
 
 def test_a_newcomer_is_no_reason_to_go_back():
-    decision = decide(5, {0: has(8, 7), 1: NEW, 2: has(8)})
+    decision = decide({0: has(8, 7), 1: NEW, 2: has(8)})
     assert (decision.version, decision.holders, decision.members) == (8, (0, 2), (0, 1, 2))
 
 
 def test_one_that_is_too_far_behind_begins_as_a_newcomer():
-    decision = decide(5, {0: has(8, 7), 1: has(5, 4), 2: has(8, 7)})
+    decision = decide({0: has(8, 7), 1: has(5, 4), 2: has(8, 7)})
     assert (decision.version, decision.holders, decision.lost) == (8, (0, 2), (1,))
     assert decision.members == (0, 1, 2)
 
 
 def test_one_that_leaves_is_no_member():
-    decision = decide(5, {0: has(8), 1: Report("m", leaves=True)})
+    decision = decide({0: has(8), 1: Report("m", leaves=True)})
     assert decision.members == (0,)
 
 
 def test_another_model_is_refused_by_those_that_have_a_state():
-    decision = decide(5, {0: Report("other"), 1: has(8), 2: NEW})
+    decision = decide({0: Report("other"), 1: has(8), 2: NEW})
     assert decision.members == (1, 2)
     assert decision.refused == {0: "it trains other, and process 1 m"}
     # If no process has one, the first decides.
-    assert decide(1, {0: NEW, 1: Report("other")}).members == (0,)
+    assert decide({0: NEW, 1: Report("other")}).members == (0,)
 
 
 def test_a_checkpoint_is_for_those_that_have_nothing():
-    decision = decide(1, {0: NEW._replace(saved=300), 1: NEW._replace(saved=300)})
+    decision = decide({0: NEW._replace(saved=300), 1: NEW._replace(saved=300)})
     assert (decision.saved, decision.step, decision.version) == (300, 300, 0)
-    decision = decide(1, {0: NEW._replace(saved=300), 1: has(4)})
+    decision = decide({0: NEW._replace(saved=300), 1: has(4)})
     assert (decision.saved, decision.step, decision.holders) == (-1, 40, (1,))
 
 
@@ -76,9 +77,9 @@ def _reports():
     return st.dictionaries(st.integers(0, 7), one, min_size=1)
 
 
-@given(_reports(), st.integers(1, 100))
-def test_every_decision_can_be_followed(reports, number):
-    decision = decide(number, reports)
+@given(_reports())
+def test_every_decision_can_be_followed(reports):
+    decision = decide(reports)
     assert _meeting.decision_of(_meeting.written(decision)) == decision
     for report in reports.values():
         assert _meeting.report_of(_meeting.written(report)) == report
@@ -94,3 +95,21 @@ def test_every_decision_can_be_followed(reports, number):
         assert {*decision.holders} == {p for p in having if decision.version in reports[p].versions}
         assert {*decision.lost} == having - {*decision.holders}
         assert decision.saved == -1
+
+
+@pytest.mark.parametrize(("size", "each"), [(1, 2), (2, 1), (2, 3), (3, 2)])
+def test_each_meeting_has_other_devices_until_all_are_used(size, each):
+    decision = decide(dict.fromkeys(range(size), NEW))
+    groups = [
+        _meeting.assigned(decision._replace(number=number), lambda x: [(x, d) for d in range(each)])
+        for number in range(1, size * each**size + 2)
+    ]
+    *given, last = (group and (*group.values(),) for group in groups)
+    # One worker alone has no group that can break.
+    assert (last is None) == (size > 1)
+    assert len({*given}) == (len(given) if size > 1 else each)
+
+
+def test_no_two_meetings_have_the_same_mark():
+    nonces = [{0: NEW._replace(nonce=x), 1: NEW._replace(nonce=y)} for x, y in ("ab", "cb", "db")]
+    assert len({decide(reports).mark for reports in nonces}) == 3

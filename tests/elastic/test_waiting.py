@@ -63,7 +63,7 @@ class Job:
         return jax.devices()
 
     def meet(self, report):
-        return _meeting.decide(1, {0: report})
+        return _meeting.decide({0: report})
 
 
 def test_with_too_few_workers(caplog, monkeypatch):
@@ -109,7 +109,10 @@ def test_for_the_other_of_two_workers():
         with started([worker]) as (first,):
             says(first, f"s more for the coordinator at {address}; start it there with python -m ")
             with started([[*serve, "--processes", "2"]]):
-                says(first, "process_id=0 of num_processes=2. Start the others, and give the same")
+                says(
+                    first,
+                    "process_id=0 of num_processes=2. Start the others, each with a ",
+                )
                 with started([other]) as (second,):
                     says(first, "waiting for workers: 1 of 2 are here, [0]")
                     second.send("")

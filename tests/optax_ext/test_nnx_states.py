@@ -26,7 +26,10 @@ def train_step(model, optimizer, x):
     return loss
 
 
-def made(workers=8, steps=3, density=0.1, after=(optax.ema(0.9, debias=False),)):
+EMA = (optax.ema(0.9, debias=False),)
+
+
+def made(workers=8, steps=3, density=0.1, after=EMA):
     tx = optax.chain(optax_ext.sparse_adamw(1e-2, density=density, axis="data"), *after)
     model = nnx.Linear(6, 3, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax_ext.with_mesh(tx, mesh(workers)), wrt=nnx.Param)

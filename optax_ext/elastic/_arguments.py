@@ -1,0 +1,44 @@
+"""Checks of arguments, each with one line that names the argument, its value and what it may be."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+# The largest C int, which is how jax and XLA take numbers; and what fits in the memory of one
+# machine, with room to spare: jax keeps a record of each process, and starts a thread per device.
+_MOST = {"num_processes": 100_000, "--processes": 100_000, "devices": 1000}
+_INT = 2**31 - 1
+
+
+def check_counts(**counts: Any) -> None:
+    """Raises a ValueError for an argument that is no whole number of at least 1, or too large."""
+    for name, value in counts.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
+        if value > (most := _MOST.get(name, _INT)):
+            raise ValueError(f"{name} must be at most {most}, got {value!r}.")
+
+
+def check_seconds(name: str, value: Any) -> None:
+    """Raises a ValueError for an argument that is no positive number; infinity is one."""
+    if not isinstance(value, int | float) or math.isnan(value) or value <= 0:
+        raise ValueError(f"{name} must be a positive number of seconds, got {value!r}.")
+
+
+def host_and_port(address: Any, name: str = "address") -> tuple[str, int]:
+    """The two parts of an address; a ValueError if it is no address."""
+    host, colon, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
+    if not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+        raise ValueError(
+            f"{name} must be 'host:port' with a port from 1 to 65535, got {address!r}."
+        )
+    return host.strip("[]"), int(port)
+
+
+def check_finite(name: str, tree: Any) -> None:
+    """Raises a ValueError for arrays that are not finite, from which no step could be taken."""
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        if not jnp.isfinite(x).all():
+            raise ValueError(f"{name}{jax.tree_util.keystr(path)} must be finite.")
