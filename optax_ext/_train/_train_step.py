@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 from jax.sharding import Mesh, PartitionSpec
 
-from optax_ext._state import _held, _host_checks, _placement, _whole_optimizers
+from optax_ext._state import _held, _host_checks, _index, _placement, _whole_optimizers
 from optax_ext._train import _arrays, _mapped, _places, _skipped
 
 
@@ -69,9 +71,10 @@ def make_train_step(
       The step. The loss is the mean over the workers, evaluated where gradients are taken. With
       :func:`sparse_adamw` and :func:`sparse_sgd` these are look-ahead parameters, which include a
       share of the worker's own residual, and so of updates from its own batches. In short runs this
-      loss is lower than on held-out data. If ``tx`` exchanges ``every`` so many steps, the loss is
-      returned for each worker, ``f32[P]``, and so is ``aux``: a mean would need an exchange at
-      every step. Compute ``loss.mean()`` when the loop reads it.
+      loss is lower than on held-out data. If ``tx`` exchanges ``every`` so many steps, it is
+      the loss where the workers are, which ``params`` are not between two exchanges. On a mesh of
+      several processes it is then returned for each worker, ``f32[P]``, and so is ``aux``, since a
+      mean would be a message at every step: compute ``loss.mean()`` when the loop reads it.
 
     Raises:
       TypeError: arguments of another kind; at the first call of a shape, a loss that is not a
@@ -119,11 +122,31 @@ def make_train_step(
             )
         made = parts.gradients(workers, params, opt_state, batch)
         params, opt_state, loss = parts.update(workers, params, opt_state, made)
+        of_loss = workers.of_loss
+        if workers.of_each and not mesh.is_multi_process:
+            loss, of_loss = jax.tree.map(lambda x: jnp.mean(x, axis=0), loss), PartitionSpec()
         results = (params, opt_state, *loss) if has_aux else (params, opt_state, loss)
-        return results if places is None else places.constrain(results, workers.of_loss)
+        return results if places is None else places.constrain(results, of_loss)
 
     jitted = jax.jit(step, static_argnames="places", donate_argnums=(0, 1) if donate else ())
     return TrainStep(jitted, tx, given, in_flight, batch_spec, donates=donate)
+
+
+log = logging.getLogger("optax_ext")
+
+
+def _tell_of_rounds(opt_state: Any) -> None:
+    """Says in the log which parameters a step returns between two exchanges."""
+    index = _index.of(opt_state)
+    if index.takes_local_steps:
+        every = max(index.every, default=1)
+        after = f"after {every}, {2 * every}, ... steps" if every > 1 else "at the end of a round"
+        log.warning(
+            "tx lets the workers take steps of their own between its exchanges, and params change "
+            "at an exchange only: evaluate and save them %s. At another step of sparse_adamw or "
+            "sparse_sgd, evaluate optax_ext.flush(params, opt_state)[0].",
+            after,
+        )
 
 
 class TrainStep:
@@ -221,9 +244,3 @@ class TrainStep:
             _host_checks.check_order("step(params, opt_state, batch)", params, opt_state)
             _host_checks.check_workers(opt_state, self._mesh)
             _whole_optimizers.check(opt_state)
-            places = _places.of(params, opt_state, mesh, self._batch_spec)
-            self._places[structure] = places
-        if not places.holds_state(opt_state):
-            _host_checks.check_workers(opt_state, self._mesh)
-            opt_state = places.put_state(opt_state)
-        return places.put(params), opt_state, places

@@ -164,7 +164,7 @@ def test_local_steps_go_on_from_a_checkpoint_and_with_other_workers():
     batches = [batch_of(seed=seed) for seed in range(5)]
     whole = train(tx, loss_fn, PARAMS, batches, mesh())[-1]
     params, state, loss = train(tx, loss_fn, PARAMS, batches[:2], mesh())[-1]
-    assert loss.shape == (4,)
+    assert loss.shape == ()
     step = optax_ext.make_train_step(loss_fn, tx, mesh(), donate=False)
     saved = jax.device_get((params, state))
     for batch in batches[2:]:

@@ -45,7 +45,7 @@ def test_rounds_return_the_loss_of_each_worker():
     tx = optax_ext.sparse_sgd(0.1, every=2, **options)
     state = optax_ext.init_state(tx, PARAMS, mesh())
     aux = optax_ext.make_train_step(with_aux, tx, mesh(), has_aux=True)(PARAMS, state, given)[3]
-    assert aux["first"].tolist() == given[::4, 0].tolist()
+    assert float(aux["first"]) == pytest.approx(float(given[::4, 0].mean()))
 
 
 @pytest.mark.parametrize("loop", ["shard_map", slow("pmap"), slow("check_vma=False")])
