@@ -29,7 +29,8 @@ def held(tx: optax.GradientTransformation) -> Held:
     """``tx``, whose updates and state stay as they are in a step that some reduction in it skips.
 
     Updates that are not finite, although the reduced gradients are, hold the step also: a learning
-    rate may be infinite, or an ``eps`` too small for the dtype. If there is one reduction, such a
+    rate may be infinite, or an ``eps`` too small for float16. One entry of a leaf shows the former,
+    and a check of all entries is for float16 only: it would keep n more float32 in memory. If there is one reduction, such a
     step has taken its exchange, and what it delivered is lost. With several, all residuals are as
     before.
 
