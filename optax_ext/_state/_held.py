@@ -29,9 +29,10 @@ def held(tx: optax.GradientTransformation) -> Held:
     """``tx``, whose updates and state stay as they are in a step that some reduction in it skips.
 
     Updates that are not finite, although the reduced gradients are, hold the step also: a learning
-    rate may be infinite, or an ``eps`` too small for the dtype. If there is one reduction, such a
-    step has taken its exchange, and what it delivered is lost. With several, all residuals are as
-    before.
+    rate may be infinite, or an ``eps`` too small for float16. One entry of a leaf shows the
+    former; a check of all entries, which would keep n more float32 in memory, is for float16 only.
+    If there is one reduction, such a step has taken its exchange, and what it delivered is lost.
+    With several, all residuals are as before.
 
     A wrapper that accumulates for a later exchange, such as :func:`optax_ext.multi_steps`, holds
     its own parts, in the step that has the exchange. With ``every`` above 1 and with the

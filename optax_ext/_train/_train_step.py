@@ -34,6 +34,10 @@ def make_train_step(
     local gradients into one update for all workers. The workers are along the axis of ``tx``; the
     leaves of a batch are split over it along their leading dimension.
 
+    A step in which a gradient, or the update of an optimizer after the exchange, is not finite
+    changes neither parameters nor state, except for the ``skipped`` of each reduction in it;
+    docs/training.md gives the cost. In rounds (``every``) each worker leaves out its own step.
+
     Parameters keep their placement: replicated, or sharded over other axes of the mesh (tensor
     parallelism, FSDP). The compiler handles those axes, so ``loss_fn`` and the transformations
     after the exchange see whole arrays; only the exchange runs on each device's part.

@@ -26,7 +26,8 @@ def dense(
 
     If some entry of the mean is not finite, because a gradient is not or because the sum overflows,
     the step is skipped: the mean is all zeros, and :attr:`DenseState.skipped` counts it. All
-    workers have the same mean, so this takes one pass over it and no message.
+    workers have the same mean, so this takes one pass over it and no message. (Devices to which a
+    mapped function gives parts of the parameters exchange one word inside of their worker.)
 
     With ``buckets`` this is the baseline DenseOvlp of the Ok-Topk paper: leaves are
     joined to buckets, and the allreduce of a bucket needs only the leaves in it, so
