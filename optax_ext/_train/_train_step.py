@@ -34,10 +34,6 @@ def make_train_step(
     local gradients into one update for all workers. The workers are along the axis of ``tx``; the
     leaves of a batch are split over it along their leading dimension.
 
-    A step in which a gradient, or the update of an optimizer after the exchange, is not finite
-    changes neither parameters nor state, except for the ``skipped`` of each reduction in it;
-    docs/training.md gives the cost. In rounds (``every``) each worker leaves out its own step.
-
     Parameters keep their placement: replicated, or sharded over other axes of the mesh (tensor
     parallelism, FSDP). The compiler handles those axes, so ``loss_fn`` and the transformations
     after the exchange see whole arrays; only the exchange runs on each device's part.
@@ -248,3 +244,11 @@ class TrainStep:
             _host_checks.check_order("step(params, opt_state, batch)", params, opt_state)
             _host_checks.check_workers(opt_state, self._mesh)
             _whole_optimizers.check(opt_state)
+            if not self._in_rounds:
+                _tell_of_rounds(opt_state)
+            places = _places.of(params, opt_state, mesh, self._batch_spec)
+            self._places[structure] = places
+        if not places.holds_state(opt_state):
+            _host_checks.check_workers(opt_state, self._mesh)
+            opt_state = places.put_state(opt_state)
+        return places.put(params), opt_state, places

@@ -133,7 +133,7 @@ def test_largest_gradients_are_taken_where_nothing_of_others_is_kept():
 
 def test_allreduces_that_say_that_they_keep_parts_of_others():
     keep = {"gtopk", "spardl", "ssar_recursive_double, bounded"}
-    keep |= {"ring_sparse", "ring_sparse, no slack"}
+    keep |= {"ring_sparse", "ring_sparse, no slack", "partitioned_topk, few bits both ways"}
     assert {name for name, each in PLAIN.items() if each.may_keep_partial_sums} == keep
     # Sums are rounded, except if each worker encodes its own entries.
     own = {"topk_a", "sparse_allgather"}
