@@ -88,7 +88,7 @@ def test_a_step_with_arguments_in_another_order_or_number():
     refused(re.escape("(x, y, z)"), step, params, state, BATCH, y, y, error=TypeError)
     step(params, state, (BATCH, y))
     # Two numbers for two workers are not a key.
-    lowered_step(batch=(BATCH, np.arange(2, dtype=np.uint32)), workers=2)
+    lowered_step(batch=(BATCH[:2], np.arange(2, dtype=np.uint32)), workers=2)
 
 
 HAS_AUX = {"has_aux": True}
