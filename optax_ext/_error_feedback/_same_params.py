@@ -1,4 +1,4 @@
-"""Parameters that differ between the workers when the state is made, noticed where no type says so.
+"""Parameters that differ between the workers when a state is made, noticed without types.
 
 Under ``pmap`` and ``shard_map(check_vma=False)`` a program that draws its parameters with a key of
 each worker would train P models with one sum of their updates.
@@ -17,7 +17,7 @@ def check(params: Any, axis: AxisName) -> None:
     """Raises an error when the program runs, if some worker has other parameters than the rest.
 
     Cost: one pass over the parameters, and two words, when a state is made. Over MPI, in
-    :func:`~sparse_collectives.simulate`, and where types prove it, nothing is checked.
+    :func:`~sparse_collectives.simulate`, and if types prove it, nothing is checked.
     """
     unknown = not _compat.is_communicator(axis) and _compat.axis_is_bound(axis)
     if not unknown or _compat.is_simulated(axis) or _compat.checks_varying(axis):

@@ -66,9 +66,9 @@ def dense(
         dtype = jnp.dtype(dtype)
 
     def init(params: Any) -> DenseState:
+        zero, static = jnp.zeros((), jnp.int32), _compat.static_axis(axis)
         _same_params.check(params, axis)
-        zero = jnp.zeros((), jnp.int32)
-        return DenseState(zero, jnp.zeros_like(zero), jnp.float32(0), _compat.static_axis(axis))
+        return DenseState(zero, jnp.zeros_like(zero), jnp.float32(0), static)
 
     def update(updates: Any, state: DenseState, params: Any = None):
         del params
