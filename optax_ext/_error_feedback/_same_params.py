@@ -22,7 +22,7 @@ def check(params: Any, axis: AxisName) -> None:
     unknown = not _compat.is_communicator(axis) and _compat.axis_is_bound(axis)
     if not unknown or _compat.is_simulated(axis) or _compat.checks_varying(axis):
         return
-    # A branch, so that the program that makes the parameters rounds as if nobody else read them.
+    # A branch, so that XLA does not fuse this with the program that makes the parameters.
     digest = lax.cond(lax.axis_index(axis) >= 0, _digest, lambda _: jnp.uint32(0), params)
     differ = lax.pmax(digest, axis) != lax.pmin(digest, axis)
     lax.cond(differ, lambda: jax.debug.callback(_raise), lambda: None)
