@@ -58,8 +58,17 @@ class Ranks:
 
 
 def static_axis(axis: AxisName) -> Hashable:
-    """``axis`` as static data of a pytree: names as they are, communicators as :class:`Ranks`."""
+    """``axis`` as static data of a pytree: names as they are, communicators as :class:`Ranks`.
+
+    Raises:
+      ValueError: a number, which JAX takes for an axis of an array.
+    """
     if not is_communicator(axis):
+        if any(isinstance(name, int) for name in axis_names(axis)):
+            raise ValueError(
+                f"axis={axis!r} must be the name of an axis, or a tuple of names: that of the mesh "
+                "in jax.make_mesh((8,), ('data',)), or the axis_name of jax.pmap, is axis='data'."
+            )
         return axis
     ranks = tuple(Ranks(comm.Get_size()) for comm in axis_names(axis))
     return ranks if isinstance(axis, tuple) else ranks[0]

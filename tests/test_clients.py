@@ -95,7 +95,13 @@ def sends_little(names):
 
 
 def test_the_same_program_trains_alike_on_a_mesh_and_under_pmap():
-    on_mesh, mapped = (names_after(versions(name)[1]) for name in list(DIFFS)[1:3])
+    # A compiled start is rounded in another way than one by single operations, and a training of
+    # sparse updates goes on from there: both begin with the same bits.
+    alike = "with jax.ensure_compile_time_eval(): params = cnn.init(jax.random.key(0), "
+    on_mesh, mapped = (
+        names_after([x.replace("params = cnn.init(rng, ", alike) for x in versions(name)[1]])
+        for name in list(DIFFS)[1:3]
+    )
     params = jax.tree.map(np.asarray, mapped["state"].params)
     for a, b in zip(*map(jax.tree.leaves, (on_mesh["state"].params, params)), strict=True):
         np.testing.assert_array_equal(b, np.stack([b[0]] * WORKERS))

@@ -1,4 +1,4 @@
-"""Parameters that differ between the workers when the state is made, noticed where no type says so.
+"""Parameters that differ between the workers when a state is made, noticed without types.
 
 Under ``pmap`` and ``shard_map(check_vma=False)`` a program that draws its parameters with a key of
 each worker would train P models with one sum of their updates.
@@ -17,19 +17,25 @@ def check(params: Any, axis: AxisName) -> None:
     """Raises an error when the program runs, if some worker has other parameters than the rest.
 
     Cost: one pass over the parameters, and two words, when a state is made. Over MPI, in
-    :func:`~sparse_collectives.simulate`, and where types prove it, nothing is checked.
+    :func:`~sparse_collectives.simulate`, and if types prove it, nothing is checked.
     """
     unknown = not _compat.is_communicator(axis) and _compat.axis_is_bound(axis)
     if not unknown or _compat.is_simulated(axis) or _compat.checks_varying(axis):
         return
-    digest = jnp.zeros((), jnp.uint32)
-    for leaf in map(jnp.asarray, jax.tree.leaves(params)):
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            continue
-        bits = lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}"))
-        digest = digest * jnp.uint32(31) + jnp.sum(bits.astype(jnp.uint32), dtype=jnp.uint32)
+    # A branch, so that XLA does not fuse this with the program that makes the parameters.
+    digest = lax.cond(lax.axis_index(axis) >= 0, _digest, lambda _: jnp.uint32(0), params)
     differ = lax.pmax(digest, axis) != lax.pmin(digest, axis)
     lax.cond(differ, lambda: jax.debug.callback(_raise), lambda: None)
+
+
+def _digest(params: Any) -> jax.Array:
+    """The bits of all parameters, added up, ``u32[]``."""
+    digest = jnp.zeros((), jnp.uint32)
+    for leaf in map(jnp.asarray, jax.tree.leaves(params)):
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            bits = lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}"))
+            digest = digest * jnp.uint32(31) + jnp.sum(bits.astype(jnp.uint32), dtype=jnp.uint32)
+    return digest
 
 
 def _raise() -> None:

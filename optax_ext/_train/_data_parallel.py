@@ -60,8 +60,8 @@ def data_parallel(
 
     Raises:
       ValueError: ``examples`` that names no argument; at a call: an optimizer state on no mesh, of
-        sharded parameters or of local steps; a batch that cannot be split, or cannot be told from
-        the other arguments; a result that differs between the workers and cannot be averaged, or
+        sharded parameters or of local steps; a batch that cannot be split, or is not clear among
+        the arguments; a result that differs between the workers and cannot be averaged, or
         belongs to the optimizer.
 
     Example:
@@ -165,7 +165,7 @@ def data_parallel(
 
 
 def _in_order(kept: list[Any], batch: list[Any], at: tuple[int, ...]) -> list[Any]:
-    """The arguments of a step, of which those of the batch are at the positions ``at``."""
+    """The arguments of a step, with the batch at the positions ``at``."""
     others, own = iter(kept), iter(batch)
     return [next(own if i in at else others) for i in range(len(kept) + len(batch))]
 

@@ -32,7 +32,7 @@ class Watch:
         self._calls += 1
         if self._warned or self._calls % IN_A_ROW:
             return
-        if self._copies and all(x.is_ready() for x in self._copies):
+        if self._copies and all(map(_is_ready, self._copies)):
             now = np.array([int(np.ravel(x)[0]) for x in self._copies])
             before = self._seen if self._seen is not None else np.zeros_like(now)
             if now.shape == before.shape and (self._seen is not None or not now[0]):
@@ -42,7 +42,7 @@ class Watch:
 
 
 def warn_if_all(counts: Any, stacklevel: int) -> bool:
-    """Warns if all steps were skipped: ``counts`` are steps, skipped ones, and those of workers."""
+    """Warns if all steps were skipped: ``counts`` are steps, skipped and missed ones, by worker."""
     steps, skipped, *missed = counts
     together = skipped >= IN_A_ROW and not steps
     alone = any(IN_A_ROW <= x == steps for x in missed)
@@ -52,12 +52,16 @@ def warn_if_all(counts: Any, stacklevel: int) -> bool:
     warnings.warn(
         f"{who} {int(skipped if together else steps)} steps in a row, because a gradient, or its "
         "sum with a residual, was not finite: nothing is learned. A mean over no examples, as of a "
-        "worker with padding only, is 0/0 (make_train_step has weighted=True for it), and so is "
-        "every gradient of parameters that are not finite. The counters skipped and missed of "
+        "worker with padding only, is 0/0 (make_train_step has weighted=True for it), and "
+        "parameters that are not finite make every gradient so. The counters skipped and missed of "
         "optax_ext.get_state(opt_state) go on, and nonfinite='raise' ends the program instead.",
         stacklevel=stacklevel + 1,
     )
     return True
+
+
+def _is_ready(x: Any) -> bool:
+    return x.is_ready()
 
 
 def _counters(opt_state: Any) -> list[jax.Array]:

@@ -48,8 +48,8 @@ def make_train_step(
       has_aux: whether the loss also returns auxiliary values; their mean over the
         workers is returned as a fourth result.
       weighted: whether the loss returns the weight of its worker as well, ``(loss, weight)``, or
-        ``((loss, weight), aux)`` with ``has_aux``: with padded examples, their mean and the number
-        of those that are none. Then gradient, loss and auxiliary values are those of the whole
+        ``((loss, weight), aux)`` with ``has_aux``: with padded examples, the mean over the real
+        ones and their number. Then gradient, loss and auxiliary values are means over the whole
         batch, ``sum(weight_i * x_i) / sum(weight_i)``, for one word in a sum; a worker of weight 0
         adds nothing. Without it the workers count alike.
       check_vma: as in ``jax.shard_map``. It proves at trace time that the new

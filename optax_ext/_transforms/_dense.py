@@ -72,10 +72,11 @@ def dense(
         dtype = jnp.dtype(dtype)
 
     def init(params: Any) -> DenseState:
+        static = _compat.static_axis(axis)  # Checks the axis first.
         _same_params.check(params, axis)
         # One array for each field, since two donated arguments cannot be the same array.
         count, skipped, delivered = (jnp.zeros((), jnp.int32) for _ in range(3))
-        return DenseState(count, skipped, delivered, jnp.float32(0), _compat.static_axis(axis))
+        return DenseState(count, skipped, delivered, jnp.float32(0), static)
 
     def update(updates: Any, state: DenseState, params: Any = None):
         del params

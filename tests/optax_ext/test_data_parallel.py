@@ -1,4 +1,4 @@
-"""The arguments of ``data_parallel``: which are split, what is traced, and what is refused."""
+"""The arguments of ``data_parallel``: the split ones, the traced ones, and errors."""
 
 import inspect
 import warnings
@@ -117,7 +117,7 @@ def test_an_older_key_in_a_batch_is_not_cut_in_two():
     step = optax_ext.make_train_step(lambda p, b: jnp.mean(b[0] @ p["w"]), tx, MESH, donate=False)
     state = optax_ext.init_state(tx, PARAMS, MESH)
     refused(r"batch\[1\] is one PRNG key", lambda: step(PARAMS, state, (X, OLD)))
-    # Two examples of another kind beside it make it one number for each.
+    # Two examples of another kind in the batch make it one number for each.
     *_, loss = step(PARAMS, state, (X[:2], np.arange(2, dtype=np.uint32)))
     assert np.isfinite(loss)
 
@@ -202,7 +202,7 @@ UNEVEN = {
 
 @pytest.mark.parametrize("name", UNEVEN)
 @pytest.mark.parametrize("way", ["step", "data_parallel"])
-def test_what_is_no_tree_of_arrays_of_examples_is_refused(name, way):
+def test_a_batch_that_is_no_tree_of_arrays_of_examples_is_refused(name, way):
     batch, kind, message = UNEVEN[name]
     tx = optax_ext.sparse_sgd(0.1, density=0.5, axis="data")
     state = optax_ext.init_state(tx, PARAMS, MESH)

@@ -317,3 +317,11 @@ def test_an_empty_pytree_works_and_does_nothing(tree):
     updates, count = sc.simulate(step, axis="data", axis_size=2)(jnp.zeros(2))
     assert jax.tree.structure(updates) == jax.tree.structure(tree)
     assert count.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("axis", [0, ("data", 1)])
+@pytest.mark.parametrize("make", [optax_ext.sparse_adamw, optax_ext.ok_topk, optax_ext.dense])
+def test_a_number_is_no_axis(make, axis):
+    given = () if make is optax_ext.dense else (0.1,)
+    message = r"must be the name of an axis, or a tuple of names.*axis='data'"
+    refused(message, lambda: make(*given, axis=axis).init({"w": jnp.ones(4)}))

@@ -1,4 +1,4 @@
-"""Programs of ``jax.pmap``: what is noticed where no type says that workers differ."""
+"""Programs of ``jax.pmap`` in which workers differ, without types that say so."""
 
 import warnings
 

@@ -25,7 +25,7 @@ from tests.optax_ext.helpers import (
 WORKERS, SIZE, EVERY = 3, 40, 3
 
 
-def test_rounds_return_the_loss_of_each_worker():
+def test_steps_of_a_round_return_the_mean_over_the_workers_of_a_process():
     given, options = batch_of(), {"density": 0.1, "axis": "data"}
     step, rounds = (
         train(optax_ext.sparse_sgd(0.1, every=h, **options), loss_fn, PARAMS, [given], mesh())[-1][
@@ -33,11 +33,10 @@ def test_rounds_return_the_loss_of_each_worker():
         ]
         for h in (1, 2)
     )
-    assert step.shape == ()
-    assert rounds.shape == (4,)
+    assert step.shape == rounds.shape == ()
     expected = [loss_fn(PARAMS, rows) for rows in given.reshape(4, 4, 6)]
-    np.testing.assert_allclose(rounds, expected, rtol=1e-6)
-    np.testing.assert_allclose(rounds.mean(), step, rtol=1e-6)
+    np.testing.assert_allclose(rounds, np.mean(expected), rtol=1e-6)
+    np.testing.assert_allclose(rounds, step, rtol=1e-6)
 
     def with_aux(params, batch):
         return loss_fn(params, batch), {"first": batch[0, 0]}

@@ -1,4 +1,4 @@
-"""A loop that skips step after step is told so once, without being made to wait."""
+"""A loop that skips step after step gets one warning, and waits for nothing."""
 
 import warnings
 
