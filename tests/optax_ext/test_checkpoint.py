@@ -145,9 +145,9 @@ def test_another_format_is_named(found):
     saved = {**metadata_of(expected(SAVED)), "format": found, "version": "0.0.9"}
     if found is None:  # As in metadata from before there was a number.
         del saved["format"]
-    message = r"(?s)has format .*0\.0\.9.*reads format 5: .*consol"
+    message = r"(?s)has format .*0\.0\.9.*reads format 6: .*consol"
     refused(message, optax_ext.check_metadata, saved, expected(SAVED))
-    assert metadata_of(expected(SAVED))["format"] == _checkpoint.FORMAT == 5
+    assert metadata_of(expected(SAVED))["format"] == _checkpoint.FORMAT == 6
 
 
 @pytest.mark.parametrize(
