@@ -44,16 +44,16 @@ def check_density(density: Any) -> float:
     return value
 
 
-def check_positive_int(name: str, value: Any, *, minimum: int = 1) -> int:
+def check_positive_int(name: str, value: Any, *, minimum: int = 1, most: int = MAX_SIZE) -> int:
     """A static integer of at least ``minimum``."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < minimum:
         # optax.inject_hyperparams makes arrays of numbers that static_args= does not name.
         hint = ", and static: name it in static_args=" if isinstance(value, jax.Array) else ""
         raise ValueError(f"{name} must be an integer of at least {minimum}{hint}, got {value!r}.")
-    if int(value) > MAX_SIZE:
-        raise ValueError(
-            f"{name} must be an integer below 2**31, got {value!r}: programs count in int32."
-        )
+    if int(value) > most:
+        why = ": programs count in int32" if most == MAX_SIZE else ""
+        bits = most.bit_length()
+        raise ValueError(f"{name} must be an integer below 2**{bits}, got {value!r}{why}.")
     return int(value)
 
 

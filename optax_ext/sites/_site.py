@@ -177,9 +177,7 @@ class Site:
             ones than float32 holds, of which nothing is sent.
           TimeoutError: no answer for ``give_up`` seconds. ``params`` are unchanged: call again.
         """
-        tokens = _validation.check_positive_int("tokens", tokens)
-        if tokens >= MOST_TOKENS:
-            raise ValueError(f"tokens must be below 2**53, got {tokens}: count examples instead.")
+        tokens = _validation.check_positive_int("tokens", tokens, most=MOST_TOKENS - 1)
         vector = self._model.flat(_processes.whole(params))
         return self._after(lambda member: member.exchange(vector, tokens, wait), params)
 

@@ -14,11 +14,11 @@ from sparse_collectives.allreduce._spardl import spardl
 from sparse_collectives.allreduce._topk_a import topk_a
 
 __all__ = [
-    "partitioned_topk",
     "dense",
     "full_sums",
     "hierarchical",
     "ok_topk",
+    "partitioned_topk",
     "published",
     "shared_random",
     "spardl",

@@ -74,7 +74,7 @@ def test_communicator_is_an_axis_that_is_bound_and_has_no_types(comm):
 
 
 def test_names_are_axes_of_a_mesh_and_ask_for_no_mpi(comm):
-    for axis in ("w", ("node", "device"), 3):
+    for axis in ("w", ("node", "device")):
         assert not _compat.is_communicator(axis)
         assert _compat.static_axis(axis) is axis
         assert _compat.ranks(axis) == 0
