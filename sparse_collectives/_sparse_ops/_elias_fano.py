@@ -2,7 +2,7 @@
 
 An index is split into its lowest l bits, which are stored as they are, and the rest, its page. The
 pages ascend as well, so that one bit set has all of them: entry j of page h is bit ``h + j``, and a
-bit between two entries that is not set begins a page. Of c indices below n each takes l + 1 bits
+bit between two entries that is not set begins a page. Each of c indices below n takes l + 1 bits
 and its share of the ``n / 2**l`` pages. With the best l that is about half a bit more than the
 entropy of a set, ``log2(n / c) + 1.44`` bits an index, and nothing overflows.
 """

@@ -166,7 +166,7 @@ def test_a_number_that_changes_is_traced_once_as_by_jit(kind):
 
 @jax.tree_util.register_pytree_node_class
 class Module:
-    """As a module of equinox, in which a float decides what is traced."""
+    """As a module of equinox, in which a float decides the program."""
 
     def __init__(self, rate):
         self.rate = rate

@@ -78,7 +78,7 @@ def test_nothing_is_lost_over_steps(bits, size, workers):
         most = 2 * workers * 2.0**-24 * (np.abs(acc).sum(0) + np.abs(total[0]))
         assert (np.abs(missing) <= most + 1e-30).all()
         largest.append(np.abs(residual).max())
-    # A tenth of the entries goes in a step, so none waits for long.
+    # A tenth of the entries goes in a step, so no entry waits for long.
     assert max(largest) < 60
 
 
@@ -107,7 +107,7 @@ def test_one_huge_entry_neither_waits_nor_starves_its_neighbors(bits):
     [*((8, x) for x in (0.05, 0.01, 0.003, 0.001)), (64, 0.05), (64, 0.003), (256, 0.05)],
 )
 def test_bits_of_an_entry_do_not_grow_with_the_workers(workers, density):
-    """The words of the cost model, which tests hold equal to those of traced programs."""
+    """The words of the cost model, which tests hold equal to the words of traced programs."""
     most = {0.05: 10.5, 0.01: 12.8, 0.003: 14.5, 0.001: 16.2}[density]
     load = sc.cost_model.Workload(10**8, round(1e8 * density), workers)
     words = sc.cost_model.predict("partitioned_topk(1, 3)", load).upper.words

@@ -4,7 +4,7 @@ One worker owns each index. The others send it their values in one bit or a few;
 value, which is not rounded, and sends the sum to all workers in a few bits. Each of the two
 roundings stays in the residual of the worker that made it: a sender keeps what its code took off
 its value, and the owner keeps what its code took off the sum. So nothing is lost, and the bits of a
-value do not grow with the workers, as those of a sum of integers do.
+value do not grow with the workers, as the bits of a sum of integers do.
 
 Codes have a scale for each block of consecutive slots. With one bit it is the mean magnitude of the
 block, and with two bits the means of the magnitudes on either side of that. Means make the error of
