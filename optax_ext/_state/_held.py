@@ -85,7 +85,10 @@ def _shown(update: jax.Array) -> jax.Array:
     What makes an update infinite although the gradients are not, such as a learning rate, does so
     for all entries of a leaf. Only in float16 an ``eps`` may be 0, which spoils some of them.
     """
-    return update if update.dtype == jnp.float16 else update.ravel()[:1]
+    if update.dtype == jnp.float16:
+        return update
+    # Not by a reshape, for which a device would gather a sharded leaf.
+    return jax.lax.slice(update, (0,) * update.ndim, [min(1, n) for n in update.shape])
 
 
 def _with(state: Any, **fields: Any) -> Any:

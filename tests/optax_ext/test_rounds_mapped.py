@@ -54,7 +54,7 @@ def test_rounds_have_the_same_bits_in_every_mapped_function(loop):
     tx = optax_ext.sparse_adamw(0.1, density=0.1, axis="w", every=EVERY, weight_decay=0.0)
 
     def all_steps(given):
-        start = tx.init(given[0])
+        start = tx.init(np.zeros(SIZE, np.float32))
         state, updates = jax.lax.scan(lambda s, g: tx.update(g, s)[::-1], start, given)
         return updates, state.residual, state.missed
 
