@@ -11,13 +11,14 @@ import dataclasses
 import functools
 import math
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
 
+from sparse_collectives._jaxprs import made_by
 from sparse_collectives._types import AxisName
 
 
@@ -266,93 +267,3 @@ def varying_like(x: Any, *others: Any) -> Any:
 def is_varying(x: Any, axis: AxisName) -> bool:
     """Whether ``x`` is typed as varying over all names of ``axis``."""
     return not is_communicator(axis) and set(axis_names(axis)) <= varying_axes(x)
-
-
-def is_jaxpr(x: Any) -> bool:
-    """Whether x is a jaxpr, open or closed."""
-    return hasattr(x, "eqns")
-
-
-def jaxprs_in(eqn: Any) -> list[Any]:
-    """The jaxprs among the parameters of an equation, alone or in tuples."""
-    found: list[Any] = []
-    for value in eqn.params.values():
-        found += filter(is_jaxpr, value if isinstance(value, (tuple, list)) else (value,))
-    return found
-
-
-def open_jaxpr(x: Any) -> tuple[Any, Sequence[Any]]:
-    """An open jaxpr, and the values of its constants."""
-    return (x.jaxpr, x.consts) if hasattr(x, "consts") else (x, ())
-
-
-def evaluated(closed: Any, arguments: Sequence[Any]) -> list[Any]:
-    """The results of a closed jaxpr."""
-    from jax.extend import core  # Slow to import, and not needed by most programs.
-
-    return core.jaxpr_as_fun(closed)(*arguments)
-
-
-def is_variable(x: Any) -> bool:
-    """Whether an operand or a result is a variable, and not a literal."""
-    return not hasattr(x, "val")
-
-
-# jax.checkpoint puts these around a computation that it repeats.
-_SCOPES_OF_REMAT = ("checkpoint", "rematted_computation")
-
-
-def named_scopes(eqn: Any) -> tuple[str, ...]:
-    """The ``jax.named_scope`` names around an equation, from the start of its jaxpr."""
-    stack = eqn.source_info.name_stack.stack
-    # Its other entries are transformations: jvp, transpose, vmap.
-    names = "/".join(part.name for part in stack if type(part).__name__ != "Transform")
-    return tuple(name for name in names.split("/") if name and name not in _SCOPES_OF_REMAT)
-
-
-def axes_of_effects(eqn: Any) -> set[Hashable]:
-    """The mesh axes over which an equation, by its effects, synchronizes the workers."""
-    if not eqn.effects:
-        return set()
-    return {effect.name for effect in eqn.effects if _is_over_axis(effect)}
-
-
-def axes_of(eqn: Any) -> set[Hashable]:
-    """The mesh axes of a collective, or of another equation that names axes; empty for the rest."""
-    if eqn.primitive.name in ("pvary", "reduced_vary_cast_p"):
-        return set()  # They change types only.
-    found = axes_of_effects(eqn)  # Not every collective has one.
-    for param in ("axes", "axis_name"):
-        names = eqn.params.get(param, ())
-        for name in names if isinstance(names, (tuple, frozenset)) else (names,):
-            if not isinstance(name, int | None):  # Positions of dimensions are numbers.
-                found.add(name)
-    return found
-
-
-def has_side_effects(eqn: Any) -> bool:
-    """Whether an equation matters even if nothing uses its results."""
-    return bool(eqn.effects) and not all(map(_is_over_axis, eqn.effects))
-
-
-def _is_over_axis(effect: Any) -> bool:
-    return type(effect).__name__ == "NamedAxisEffect"
-
-
-def made_by(x: Any) -> Any:
-    """The equation that computed a value of the function that is being traced.
-
-    None for an argument, for a constant, and for anything that is not such a value. An equation has
-    ``primitive``, ``params`` and ``invars``; the latter are values of the same kind.
-    """
-    return getattr(x, "parent", None)
-
-
-def captured(x: Any) -> Any:
-    """The value outside of the function that is being traced for which ``x`` stands.
-
-    There is one for an array, and for a value of an enclosing function that this function uses
-    without receiving it. For an argument or a result of this function it is ``x`` itself.
-    """
-    lowered = getattr(x, "full_lower", None)
-    return x if lowered is None else lowered()

@@ -31,6 +31,7 @@ for name in sys.argv[2:]:
 # Tests of the manual, recorded results, constraints, tools, CITATION.cff and the changelog.
 TESTS = (
     "test_docs.py",
+    "test_docs_numbers.py",
     "test_evidence.py::test_kept_results_are_small_and_of_claims_that_there_are",
     "test_package.py",
     "test_recorded_programs.py",

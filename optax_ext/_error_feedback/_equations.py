@@ -10,7 +10,7 @@ from typing import Any
 
 from jax.core import Tracer
 
-from sparse_collectives import AxisName, _compat, transport
+from sparse_collectives import AxisName, _compat, _jaxprs, transport
 
 # Their results are the same on all workers of their axes.
 _REDUCTIONS = {
@@ -32,7 +32,7 @@ def is_reduced(values: Iterable[Any], axis: AxisName) -> bool:
     Every path back from them ends in a reduction over ``axis`` or in a constant, and at least one
     in a reduction. If ``axis`` has several names, a reduction over one of them is enough.
     """
-    values = [_compat.captured(x) for x in values]
+    values = [_jaxprs.captured(x) for x in values]
     if _compat.is_communicator(axis):
         # Equations of JAX name no communicator.
         return False
@@ -41,9 +41,9 @@ def is_reduced(values: Iterable[Any], axis: AxisName) -> bool:
 
 def depends_on(values: Iterable[Any], sources: Iterable[Any]) -> bool:
     """Whether any of the values was made from one of the sources, or is one."""
-    wanted = {id(x) for x in map(_compat.captured, sources) if isinstance(x, Tracer)}
+    wanted = {id(x) for x in map(_jaxprs.captured, sources) if isinstance(x, Tracer)}
     seen: dict[int, Any] = {}
-    stack = [_compat.captured(x) for x in values]
+    stack = [_jaxprs.captured(x) for x in values]
     while stack:
         x = stack.pop()
         if not isinstance(x, Tracer) or id(x) in seen:
@@ -51,7 +51,7 @@ def depends_on(values: Iterable[Any], sources: Iterable[Any]) -> bool:
         if id(x) in wanted:
             return True
         seen[id(x)] = x  # Kept, so that no other value gets its id.
-        stack.extend(map(_compat.captured, _operands(x)))
+        stack.extend(map(_jaxprs.captured, _operands(x)))
     return False
 
 
@@ -61,7 +61,7 @@ def is_common(value: Any, axis: AxisName) -> bool:
     Every path back from it ends in a constant, in a reduction, or in a value that is typed as the
     same: zeros in the type of a gradient, for example.
     """
-    return all(_is_common(_compat.captured(value), name) for name in _compat.axis_names(axis))
+    return all(_is_common(_jaxprs.captured(value), name) for name in _compat.axis_names(axis))
 
 
 def _is_common(value: Any, name: Any) -> bool:
@@ -72,16 +72,16 @@ def _is_common(value: Any, name: Any) -> bool:
         if not isinstance(x, Tracer) or id(x) in seen or name not in _compat.varying_axes(x):
             continue
         seen[id(x)] = x
-        eqn = _compat.made_by(x)
+        eqn = _jaxprs.made_by(x)
         if eqn is None or (kind := _kind(eqn, name)) == _OTHER:
             return False
         if kind == _OPERANDS:
-            stack.extend(map(_compat.captured, eqn.invars))
+            stack.extend(map(_jaxprs.captured, eqn.invars))
     return True
 
 
 def _operands(x: Any) -> list[Any]:
-    eqn = _compat.made_by(x)
+    eqn = _jaxprs.made_by(x)
     return [] if eqn is None else list(eqn.invars)
 
 
@@ -92,7 +92,7 @@ def _ends_in_reductions(values: list[Any], name: Any) -> bool:
         if not isinstance(x, Tracer) or id(x) in seen:
             continue  # A constant is the same everywhere.
         seen[id(x)] = x
-        eqn = _compat.made_by(x)
+        eqn = _jaxprs.made_by(x)
         if eqn is None:
             return False  # An argument.
         kind = _kind(eqn, name)
@@ -101,7 +101,7 @@ def _ends_in_reductions(values: list[Any], name: Any) -> bool:
         if kind == _REDUCTION:
             reduced = True
         else:
-            stack.extend(map(_compat.captured, eqn.invars))
+            stack.extend(map(_jaxprs.captured, eqn.invars))
     return reduced
 
 
@@ -111,12 +111,12 @@ def _kind(eqn: Any, name: Any) -> int:
     An equation with inner equations (a call, a loop, a branch) is a reduction only if all of its
     results are reduced, as in ``jax.jit(lambda x: jax.lax.pmean(x, axis))``.
     """
-    inner = [_compat.open_jaxpr(jaxpr)[0] for jaxpr in _compat.jaxprs_in(eqn)]
+    inner = [_jaxprs.open_jaxpr(jaxpr)[0] for jaxpr in _jaxprs.jaxprs_in(eqn)]
     if not inner:
-        if name in _compat.axes_of(eqn):
+        if name in _jaxprs.axes_of(eqn):
             whole = eqn.params.get("axis_index_groups") is None
             return _REDUCTION if eqn.primitive.name in _REDUCTIONS and whole else _OTHER
-        return _OTHER if _compat.has_side_effects(eqn) else _OPERANDS
+        return _OTHER if _jaxprs.has_side_effects(eqn) else _OPERANDS
     if any(_kind(e, name) == _OTHER for jaxpr in inner for e in jaxpr.eqns):
         return _OTHER
     return _REDUCTION if all(_all_reduced(jaxpr, name) for jaxpr in inner) else _OPERANDS
@@ -125,14 +125,14 @@ def _kind(eqn: Any, name: Any) -> int:
 def _all_reduced(jaxpr: Any, name: Any) -> bool:
     """Whether every result of a jaxpr comes from reductions only."""
     made = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
-    stack = [x for x in jaxpr.outvars if _compat.is_variable(x)]
+    stack = [x for x in jaxpr.outvars if _jaxprs.is_variable(x)]
     reduced = bool(stack)
     while stack:
         eqn = made.get(stack.pop())
         if eqn is None:
             return False
         if _kind(eqn, name) == _OPERANDS:
-            stack.extend(x for x in eqn.invars if _compat.is_variable(x))
+            stack.extend(x for x in eqn.invars if _jaxprs.is_variable(x))
     return reduced
 
 
@@ -147,7 +147,7 @@ def varying(closed: Any, inputs: Sequence[bool], axis: AxisName) -> list[bool]:
       inputs: for each argument, whether it may differ.
       axis: the axis, or several.
     """
-    jaxpr, constants = _compat.open_jaxpr(closed)
+    jaxpr, constants = _jaxprs.open_jaxpr(closed)
     of_constants = [isinstance(x, Tracer) for x in constants]
     # One worker does not differ from others, and exchanges nothing that could show it.
     names = [name for name in _compat.axis_names(axis) if transport.axis_size(name) > 1]
@@ -161,7 +161,7 @@ def _varying(jaxpr: Any, inputs: Sequence[bool], name: Any) -> list[bool]:
     known = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
 
     def of(x: Any) -> bool:
-        return _compat.is_variable(x) and known[x]
+        return _jaxprs.is_variable(x) and known[x]
 
     for eqn in jaxpr.eqns:
         results = _varying_results(eqn, list(map(of, eqn.invars)), name)
@@ -171,13 +171,13 @@ def _varying(jaxpr: Any, inputs: Sequence[bool], name: Any) -> list[bool]:
 
 def _varying_results(eqn: Any, inputs: list[bool], name: Any) -> list[bool]:
     """Which results of an equation may differ, for operands that may."""
-    inner, params = _compat.jaxprs_in(eqn), eqn.params
+    inner, params = _jaxprs.jaxprs_in(eqn), eqn.params
     count = len(eqn.outvars)
-    if not inner and name in _compat.axes_of(eqn):
+    if not inner and name in _jaxprs.axes_of(eqn):
         return [_kind(eqn, name) != _REDUCTION] * count
 
     def inside(closed: Any, given: list[bool]) -> list[bool]:
-        jaxpr, constants = _compat.open_jaxpr(closed)
+        jaxpr, constants = _jaxprs.open_jaxpr(closed)
         return _varying(jaxpr, [*[isinstance(x, Tracer) for x in constants], *given], name)
 
     def loop(closed: Any, fixed: list[bool], carry: list[bool], more: list[bool]) -> Any:
@@ -206,17 +206,17 @@ def _varying_results(eqn: Any, inputs: list[bool], name: Any) -> list[bool]:
         of_branches = [inside(branch, inputs[1:]) for branch in params["branches"]]
         return [inputs[0] or any(each) for each in zip(*of_branches, strict=True)]
     if len(inner) == 1:
-        jaxpr, _ = _compat.open_jaxpr(inner[0])
+        jaxpr, _ = _jaxprs.open_jaxpr(inner[0])
         if len(jaxpr.invars) == len(inputs) and len(jaxpr.outvars) == count:
             return inside(inner[0], inputs)
     asks = any(_names_axis(x, name) for x in inner)
-    return [any(inputs) or asks or _compat.has_side_effects(eqn)] * count
+    return [any(inputs) or asks or _jaxprs.has_side_effects(eqn)] * count
 
 
 def _names_axis(closed: Any, name: Any) -> bool:
     """Whether an equation inside may give each worker another result for equal operands."""
-    jaxpr, _ = _compat.open_jaxpr(closed)
+    jaxpr, _ = _jaxprs.open_jaxpr(closed)
     return any(
-        name in _compat.axes_of(eqn) or any(_names_axis(x, name) for x in _compat.jaxprs_in(eqn))
+        name in _jaxprs.axes_of(eqn) or any(_names_axis(x, name) for x in _jaxprs.jaxprs_in(eqn))
         for eqn in jaxpr.eqns
     )

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from optax_ext._error_feedback import _equations
 from optax_ext._state import _find, _host_checks, _nnx, _placement, _specs, _wrappers
 from optax_ext._train import _ahead, _arrays, _examples, _mapped, _places, _skipped
-from sparse_collectives import AxisName, _compat, transport
+from sparse_collectives import AxisName, _compat, _jaxprs, transport
 
 _ARRAY, _WHOLE = object(), PartitionSpec()
 
@@ -113,7 +113,7 @@ def data_parallel(
             # Without types: a scan that starts from zeros would be an error of types.
             closed = jax.make_jaxpr(traced)(arrays)
             differ = _equations.varying(closed, [bool(len(spec)) for spec in specs], axis)
-            leaves = _compat.evaluated(closed, arrays)
+            leaves = _jaxprs.evaluated(closed, arrays)
             found = [spec for spec, _ in about]
             if check_vma:
                 results = zip(leaves, differ, about, strict=True)

@@ -65,10 +65,12 @@ def _is_ready(x: Any) -> bool:
 
 
 def _counters(opt_state: Any) -> list[jax.Array]:
-    """``count``, ``skipped``, and ``missed`` of the workers of this process, of one state."""
-    for state in _wrappers.get_states(opt_state):
-        arrays = jax.tree.leaves((state.count, state.skipped, state.missed))
-        if not state.layout.size or not all(hasattr(x, "addressable_shards") for x in arrays):
+    """``count``, ``skipped``, and ``missed`` of the workers of this process, of one reduction."""
+    for state in _wrappers.reductions(opt_state):
+        sparse = _wrappers.is_state(state)
+        arrays = [state.count, state.skipped, *jax.tree.leaves(state.missed if sparse else ())]
+        empty = sparse and not state.layout.size
+        if empty or not all(hasattr(x, "addressable_shards") for x in arrays):
             continue
         count, skipped, *missed = ([y.data for y in x.addressable_shards] for x in arrays)
         return [count[0], skipped[0], *(y for each in missed for y in each)]

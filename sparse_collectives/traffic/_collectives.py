@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from sparse_collectives import _compat
+from sparse_collectives import _jaxprs
 from sparse_collectives.traffic._traffic import CollectiveTraffic, Scope, shown
 from sparse_collectives.transport import _dispatch
 
@@ -119,7 +119,7 @@ def _words(aval, dimensions) -> float:
 def _named(eqn, axes: Mapping[Any, int]) -> list[Any]:
     """The bound axes that a parameter or an effect of `eqn` names."""
     # The effects of an equation with jaxprs are the effects of its jaxprs.
-    found = set() if _compat.jaxprs_in(eqn) else _compat.axes_of_effects(eqn)
+    found = set() if _jaxprs.jaxprs_in(eqn) else _jaxprs.axes_of_effects(eqn)
     for key, value in eqn.params.items():
         if "axis" in key or "axes" in key:
             several = isinstance(value, (tuple, list, set, frozenset))

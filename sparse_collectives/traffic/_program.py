@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from sparse_collectives import _compat
+from sparse_collectives import _jaxprs
 from sparse_collectives.traffic._collectives import collective_of
 from sparse_collectives.traffic._traffic import CollectiveTraffic, Scope, shown
 from sparse_collectives.traffic._trip_count import constants_of, forwarded, trip_count
@@ -65,11 +65,11 @@ def _rows(
     ``arguments`` has its constant arguments by position, and ``used`` says whether each result is
     used; None: all are.
     """
-    jaxpr, constants = _compat.open_jaxpr(closed)
+    jaxpr, constants = _jaxprs.open_jaxpr(closed)
     known = constants_of(jaxpr, constants, arguments)
     rows: list[CollectiveTraffic] = []
     for eqn, used_results in _live(jaxpr, used):
-        scope = place.scope + _compat.named_scopes(eqn)
+        scope = place.scope + _jaxprs.named_scopes(eqn)
         here = place._replace(scope=scope)
         name, params = eqn.primitive.name, eqn.params
         if name == "cond":
@@ -92,7 +92,7 @@ def _rows(
             inside = here._replace(axes={**place.axes, **_bound_by(eqn)})
             rows += _rows(_called(eqn), inside, forwarded(eqn.invars, known), used_results)
         else:
-            if any(_has_collectives(inner, here) for inner in _compat.jaxprs_in(eqn)):
+            if any(_has_collectives(inner, here) for inner in _jaxprs.jaxprs_in(eqn)):
                 raise ValueError(
                     f"the program holds a {name} in scope {shown(scope)} with collectives in"
                     f" it, and the meter can't count how often that primitive of jax"
@@ -107,14 +107,14 @@ def _rows(
 def _has_collectives(jaxpr: Any, place: _Place) -> bool:
     return any(
         collective_of(eqn, place.axes, place.scope) is not None
-        or any(_has_collectives(inner, place) for inner in _compat.jaxprs_in(eqn))
-        for eqn in _compat.open_jaxpr(jaxpr)[0].eqns
+        or any(_has_collectives(inner, place) for inner in _jaxprs.jaxprs_in(eqn))
+        for eqn in _jaxprs.open_jaxpr(jaxpr)[0].eqns
     )
 
 
 def _called(eqn) -> Any:
     """The one jaxpr that a call runs."""
-    found = _compat.jaxprs_in(eqn)
+    found = _jaxprs.jaxprs_in(eqn)
     if len(found) != 1:
         raise ValueError(
             f"cannot read the primitive {eqn.primitive.name} of jax {jax.__version__}: it has"
@@ -139,11 +139,11 @@ def _live(jaxpr, used: Sequence[bool] | None) -> list[tuple[Any, list[bool]]]:
     except that they run on the workers of an axis.
     """
     results = zip(jaxpr.outvars, used or [True] * len(jaxpr.outvars))
-    live = {variable for variable, is_used in results if is_used and _compat.is_variable(variable)}
+    live = {variable for variable, is_used in results if is_used and _jaxprs.is_variable(variable)}
     found = []
     for eqn in reversed(jaxpr.eqns):
         used_results = [variable in live for variable in eqn.outvars]
-        if any(used_results) or _compat.has_side_effects(eqn):
-            live.update(variable for variable in eqn.invars if _compat.is_variable(variable))
+        if any(used_results) or _jaxprs.has_side_effects(eqn):
+            live.update(variable for variable in eqn.invars if _jaxprs.is_variable(variable))
             found.append((eqn, used_results))
     return found[::-1]

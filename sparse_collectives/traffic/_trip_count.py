@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from sparse_collectives import _compat
+from sparse_collectives import _jaxprs
 
 
 def constants_of(jaxpr: Any, values: Sequence[Any], arguments: Mapping[int, int]) -> dict[Any, int]:
@@ -27,7 +27,7 @@ def constant(value: Any, known: Mapping[Any, int]) -> int | None:
     """The integer value of an operand; None if it is not known."""
     if not _is_counter(value.aval):
         return None
-    if _compat.is_variable(value):
+    if _jaxprs.is_variable(value):
         return known.get(value)
     return int(value.val)
 
@@ -47,8 +47,8 @@ def trip_count(eqn: Any, known: Mapping[Any, int]) -> int | None:
 
     A `fori_loop` from and to Python integers is a `scan`, which states its length itself.
     """
-    condition, condition_values = _compat.open_jaxpr(eqn.params["cond_jaxpr"])
-    body, body_values = _compat.open_jaxpr(eqn.params["body_jaxpr"])
+    condition, condition_values = _jaxprs.open_jaxpr(eqn.params["cond_jaxpr"])
+    body, body_values = _jaxprs.open_jaxpr(eqn.params["body_jaxpr"])
     skip, body_skip = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     of_condition, of_body = eqn.invars[:skip], eqn.invars[skip : skip + body_skip]
     carried = eqn.invars[skip + body_skip :]

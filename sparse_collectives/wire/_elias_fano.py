@@ -22,14 +22,14 @@ def elias_fano() -> Codec:
     A pair arrives to the bit, in ascending order. A message that a selector or a merge has made
     is in order already; another one is sorted before it is sent.
 
-    Raises:
-      TypeError: at ``encode``, values that are not of a floating type.
-
     Returns:
       A :class:`Codec`, with ``exact``. ``c`` pairs of 32-bit values take 1.2 to 1.4 ``c`` words at
       densities from 5 to 0.1 %, 16-bit values half a word less each. Dense values are as in
       :func:`raw`. Cost: a pass over c entries for each bit of an index, and two passes over a set
       of 2 c to 4 c bits.
+
+    Raises:
+      TypeError: at ``encode``, values that are not of a floating type.
 
     References:
       Elias, `Efficient Storage and Retrieval by Content and Address of Static Files

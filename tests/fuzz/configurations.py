@@ -72,7 +72,10 @@ OPTIONS: dict[str, dict[str, Any]] = dict.fromkeys(table.ALGORITHMS, {}) | {
         "candidates": st.sampled_from((None, ("ok_topk",), ("ring_sparse", "gtopk"))),
     },
     "full_sums": {"inner": st.sampled_from(("ok_topk", "gtopk", "spardl", "ring_sparse"))},
-    "partitioned_topk": {"density": st.booleans(), "bits": st.sampled_from((32, 16, 10, 8, None))},
+    "partitioned_topk": {
+        "density": st.booleans(),
+        "bits": st.sampled_from((32, 16, 8, None, (1, 3), (2, 4), (8, 8))),
+    },
 }
 
 

@@ -106,7 +106,7 @@ def test_partitioned_topk_lets_more_than_the_density_wait_in_turn():
     assert seen.sum() > 150
 
 
-@pytest.mark.parametrize("bits", [32, *slow(16)])
+@pytest.mark.parametrize("bits", [32, (1, 3), *slow(16, (2, 4))])
 @pytest.mark.parametrize("value", [np.nan, *slow(np.inf)])
 def test_partitioned_topk_sends_what_is_not_finite_to_everyone_and_keeps_none_of_it(bits, value):
     size, workers = 403, 3

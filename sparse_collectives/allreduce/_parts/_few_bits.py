@@ -51,7 +51,7 @@ class FewBits(NamedTuple):
     down: int
 
 
-# The fewest with which no loss was measured (docs/learning.md).
+# The fewest that there are; the row of the cost model has these.
 FEW = FewBits(1, 3)
 
 
