@@ -59,7 +59,10 @@ def _encode(coo: PaddedCOO, seed: jax.Array) -> Encoded:
     _validation.check_float("values", coo.values.dtype, float64=True)
     shape = coo.indices.shape
     rows = (math.prod(shape[:-1]), coo.capacity)
-    values, indices = _sorted(coo.values.reshape(rows), coo.indices.reshape(rows))
+    # As integers: moving floats of 16 bits may quiet a NaN.
+    unsigned = jnp.dtype(f"uint{8 * coo.values.dtype.itemsize}")
+    values = lax.bitcast_convert_type(coo.values, unsigned)
+    values, indices = _sorted(values.reshape(rows), coo.indices.reshape(rows))
     missing = [(0, 0), (0, -coo.capacity % _each(coo.values.dtype))]
     indices = jnp.pad(indices, missing, constant_values=coo.size)
     codes = jax.vmap(lambda row: _elias_fano.encode(row, coo.size))(indices)

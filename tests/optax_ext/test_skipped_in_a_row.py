@@ -42,6 +42,7 @@ def by_data_parallel(tx):
 
 
 WAYS = {
+    "dense": (by_step, None, "all workers skipped 10 steps"),
     "step": (by_step, None, "all workers skipped 10 steps"),
     "every": (by_step, 2, "a worker left out its 10 steps"),
     "round": (by_round, 2, "a worker left out its 20 steps"),
@@ -52,6 +53,8 @@ WAYS = {
 def warned(way, batches):
     make, every, _ = WAYS[way]
     tx = optax_ext.sparse_sgd(0.1, density=0.5, axis="data", every=every)
+    if way == "dense":
+        tx = optax.chain(optax_ext.dense(axis="data"), optax.sgd(0.1))
     state, step = optax_ext.init_state(tx, PARAMS, MESH), make(tx)
     params = jax.tree.map(jnp.array, PARAMS)
     with warnings.catch_warnings(record=True) as caught:

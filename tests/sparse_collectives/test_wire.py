@@ -70,6 +70,30 @@ def test_raw_is_exact_for_every_bit_pattern_of_pairs_and_of_dense_values(name, s
         assert not bits(lost).any()
 
 
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("shape", [(64,), (1,), (7,), (2, 3, 4), (2, 0)])
+@pytest.mark.parametrize("ascending", [True, False])
+@pytest.mark.one_in(2)
+def test_elias_fano_is_exact_and_puts_indices_in_order(name, shape, ascending):
+    codec, coo = sc.wire.elias_fano(), any_coo(name, 0, shape)
+    indices = np.asarray(coo.indices)
+    if ascending:
+        coo = sc.PaddedCOO(coo.values, jnp.sort(coo.indices, axis=-1), coo.size)
+        indices = np.asarray(coo.indices)
+    message, sent, error = jax.jit(codec.encode)(coo, SEED)
+    assert codec.exact
+    assert np.asarray(sent).all()
+    assert not bits(error).any()
+    found = jax.jit(codec.decode, static_argnums=(1, 2))(message, LARGEST, DTYPES[name])
+    assert found.indices.shape[-1] - shape[-1] in (0, 1)  # Two values of 16 bits fill a word.
+    order = np.argsort(indices, axis=-1, kind="stable")
+    np.testing.assert_array_equal(
+        found.indices[..., : shape[-1]], np.take_along_axis(indices, order, axis=-1)
+    )
+    values = np.take_along_axis(bits(coo.values), order, axis=-1)
+    np.testing.assert_array_equal(bits(found.values)[..., : shape[-1]], values)
+
+
 def test_raw_keeps_subnormals_outside_of_jit():
     subnormals = np.array([1, 2, 0x8001], np.uint16).view(jnp.bfloat16)
     message, _ = RAW.encode_dense(jnp.asarray(subnormals), SEED)
