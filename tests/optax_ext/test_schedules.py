@@ -79,7 +79,10 @@ def test_dense_steps_traffic():
                 return tx.update(gradient, tx.init(gradient))[0]
 
         how = {"axis": "w", "axis_size": workers, **options}
-        return traffic.of_function(step, jax.ShapeDtypeStruct((SIZE,), "float32"), **how).words
+        like = jax.ShapeDtypeStruct((SIZE,), "float32")
+        # A state compares the parameters of the workers when it is made.
+        at_init = traffic.of_function(tx.init, like, axis="w", axis_size=workers).words
+        return traffic.of_function(step, like, **how).words - at_init
 
     both = {"dense_steps": dense_steps}
     sparse, dense = words(), 2 * SIZE * (workers - 1) / workers

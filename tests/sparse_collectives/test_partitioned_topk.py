@@ -136,22 +136,6 @@ def test_few_bits_are_enough_for_fifteen_steps(workers, bits):
     assert few <= (2 / (32 // bits) + 0.4) * share
 
 
-@pytest.mark.slow
-def test_indices_in_pages_are_exact():
-    rng = np.random.default_rng(0)
-    for width, slots in ((5, 5), (65_536, 40), (65_537, 41), (400_000, 999), (2**31 - 1, 64)):
-        for count in (0, 1, slots // 2, slots):
-            chosen = np.unique(rng.integers(0, width, count))
-            if count:
-                chosen[-1] = width - 1
-            local = np.full(slots, width, np.int64)
-            local[: len(chosen)] = chosen
-            local = jnp.asarray(local, jnp.int32)
-            message = _partitions.encode(local, width)
-            assert message.shape == (_partitions.words(slots, width),)
-            np.testing.assert_array_equal(_partitions.decode(message, slots, width), local)
-
-
 @pytest.mark.parametrize(
     ("workers", "bits"), [(1, 16), (2, 16), (7, 16), (7, 10), (127, 8), *slow_rows((1024, 16))]
 )
