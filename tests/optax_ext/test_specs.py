@@ -123,7 +123,7 @@ def test_a_spec_has_the_arguments_of_a_factory_and_no_local_variable(part):
 
 
 # Both packages share branches on versions of jax, checks of arguments, hashes and platforms.
-SHARED = {"_compat", "_validation", "_hash", "_platform", "_sparse_ops"}
+SHARED = {"_compat", "_jaxprs", "_validation", "_hash", "_platform", "_sparse_ops"}
 FILES = sorted(pathlib.Path(optax_ext.__file__).parent.rglob("*.py"))
 
 
