@@ -126,6 +126,14 @@ def in_turns(_: str, numbers: Any) -> bool:
     return rows[train_step.BASE]["ratio"] == 1 and held == [8, 8, 8, 12, 12]
 
 
+def of_source_code(_: str, numbers: Any) -> bool:
+    """Each contestant learns, and the bits of an entry are fewer from row to row."""
+    rows = numbers["rows"]
+    dense, sparse, few = (row["words_per_parameter"] for row in rows)
+    assert all(row["loss"] == row["losses"][-1] < 0.9 * row["losses"][0] for row in rows)
+    return few < 0.7 * sparse < 0.05 * dense
+
+
 def same_on_both(_: str, numbers: Any) -> bool:
     """Here both devices are the CPU."""
     sparse, whole = numbers["rows"]
@@ -226,6 +234,12 @@ RUNS = [
         lambda out, _: (
             "dense" not in out and float(last_row(out)[-1]) == pytest.approx(200 / 4, rel=1e-3)
         ),
+    ),
+    Run(
+        ".learning.large",
+        "--width 64 --blocks 1 --context 16 --megabytes 2 --batch 8 --steps 30 --rates 0.01 "
+        f"{JSON}",
+        of_source_code,
     ),
     *(
         Run(

@@ -31,6 +31,7 @@ REFUSED = [
     (".training.regions", "--workers 0; --plot plot.png; --inputs x"),
     (".learning.steps", "--text no-such-file; --images no-such-folder --task images; --steps 1"),
     (".learning.steps", "--task images --workers 2 --batch 5000"),
+    (".learning.large", "--only magic; --batch 9; --megabytes 1000000; --rates 0"),
     (".training.flush_cost", "--images no-such-folder"),
     (".training.paper_counts", "--images no-such-folder --tasks images"),
     (".training.paper_counts", "--workers 5 --tasks images; --text no-such-file --tasks lstm"),

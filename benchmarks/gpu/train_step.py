@@ -40,9 +40,11 @@ DENSITY, VOCABULARY, CONTEXT = 0.01, 50_257, 1024
 Batch = tuple[jax.Array, jax.Array]
 
 
-def gpt(width: int, blocks: int) -> Any:
+def gpt(
+    width: int, blocks: int, vocabulary: int = VOCABULARY, context: int = CONTEXT, seed: int = 0
+) -> Any:
     """Random parameters of a GPT, in the leaves of GPT-2."""
-    random = np.random.default_rng(0)
+    random = np.random.default_rng(seed)
 
     def matrix(*shape: int) -> jax.Array:
         return jnp.asarray(0.02 * random.standard_normal(shape, np.float32))
@@ -55,8 +57,8 @@ def gpt(width: int, blocks: int) -> Any:
 
     block = {"qkv": (1, 3), "mix": (1, 1), "up": (1, 4), "down": (4, 1)}
     return {
-        "embedding": matrix(VOCABULARY, width),
-        "position": matrix(CONTEXT, width),
+        "embedding": matrix(vocabulary, width),
+        "position": matrix(context, width),
         "blocks": [
             {name: layer(x * width, y * width) for name, (x, y) in block.items()}
             | {"norm_0": norm(), "norm_1": norm()}

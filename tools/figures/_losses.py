@@ -89,10 +89,11 @@ def loss_against_late_time(figure: Figure) -> None:
 def loss_against_bytes(figure: Figure) -> None:
     """The losses of the tables, each with its name, of a wide and a narrow model."""
     wide, narrow = figure.subplots(2, height_ratios=(1.35, 1.25))
-    _panel_of_bytes(wide, 128, (0.9, 30_000), (1.52, 1.77))
-    _panel_of_bytes(narrow, 32, (0.12, 4000), (1.72, 2.08))
+    _panel_of_bytes(wide, 128, (0.12, 30_000), (1.52, 1.77))
+    _panel_of_bytes(narrow, 32, (0.03, 4000), (1.72, 2.08))
     narrow.set_xlabel("MB that a worker receives in 4,000 steps")
-    said = "full: sparse_adamw at every step, by density\nopen: sparse_adamw(every=...), by density"
+    said = "full: sparse_adamw at every step, by density\ndashed: with bits=(1, 3)\n"
+    said += "open: sparse_adamw(every=...), by density"
     narrow.text(8, 2.03, said, color=OURS, fontsize=SMALL, va="top", linespacing=1.5)
 
 
@@ -101,7 +102,7 @@ def _panel_of_bytes(
 ) -> None:
     found = losses_by_bytes(width)
     axes.axhline(found[0].mean, color=DENSE, linewidth=1, linestyle=":")
-    points, curve = [], []
+    points, curves = [], {"sparse_adamw": ("-", []), "bits": ("--", [])}
     for one in found:
         color, name = color_of(one.shown), one.shown.replace("`", "").replace(" before AdamW", "")
         name = name.replace("dense AdamW, float16", "float16")
@@ -109,13 +110,15 @@ def _panel_of_bytes(
         axes.plot([x, x], [min(one.losses), max(one.losses)], color=color, linewidth=2, alpha=0.3)
         fill = "none" if name.startswith("every") else "full"
         axes.plot(x, y, "o", color=color, markersize=5, fillstyle=fill)
-        points.append((name.removeprefix("sparse_adamw, "), color, x, y))
-        if name.startswith("sparse_adamw"):
-            curve.append((x, y))
-    axes.plot(*zip(*sorted(curve), strict=True), color=OURS, linewidth=1.3, zorder=0)
+        for of, (_, curve) in curves.items():
+            curve += [(x, y)] if name.startswith(of) else []
+        name = name.removeprefix("sparse_adamw, ").replace("bits=(1, 3)", "1+3 bits")
+        points.append((name, color, x, y))
+    for style, curve in curves.values():
+        axes.plot(*zip(*curve, strict=True), style, color=OURS, linewidth=1.3, zorder=0)
     axes.set_xscale("log")
     axes.set(xlim=xlim, ylim=ylim, ylabel=LOSS)
-    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.xaxis.set_major_formatter("{x:,.5g}")
     title = f"width {width}, n = {found[0].size:,}"
     axes.text(0.99, 0.98, title, transform=axes.transAxes, fontsize=TEXT, ha="right", va="top")
     name_points(axes, points)

@@ -32,6 +32,7 @@ COLORS = {
     "diloco": "#7e22ce",
     "sparseloco": "#be185d",
     "sparse_adamw": OURS,
+    "bits": OURS,
     "every": OURS,
     "dense": DENSE,
     "ok_topk": "#0f766e",
