@@ -222,6 +222,9 @@ CONTESTANTS: dict[str, Contestant] = {
     "sparse_adamw, 32 bits": _ADAMW._replace(
         make=_adamw(lambda density: allreduce.partitioned_topk()), entries=5 / 3
     ),
+    "sparse_adamw, bits (1, 3)": _ADAMW._replace(
+        make=_adamw(lambda density: allreduce.partitioned_topk(bits=(1, 3)))
+    ),
     "sparse_adamw, ok_topk": _ADAMW._replace(make=_adamw(_exchange_of), entries=1),
     "sparse_adamw, complete ok_topk": _ADAMW._replace(
         make=_adamw(lambda density: allreduce.full_sums(_exchange_of(density))), entries=1

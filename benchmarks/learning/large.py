@@ -14,6 +14,7 @@ import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -97,7 +98,7 @@ def task_of(text: np.ndarray, width: int, blocks: int, context: int) -> Task:
     )
 
 
-def row_of(name: str, rate: float, seed: int, curve: Curve, size: int) -> dict[str, object]:
+def row_of(name: str, rate: float, seed: int, curve: Curve, size: int) -> dict[str, Any]:
     """The results of a run."""
     row = {"contestant": name, "rate": rate, "seed": seed, "loss": curve.values[-1]}
     row |= {"steps": curve.steps, "losses": curve.values, "parameters": size}
