@@ -16,7 +16,7 @@ from jax import lax
 # With more comparisons a binary search is faster on a GPU as well.
 _COMPARISONS = 1 << 25
 # Recomputing fewer entries costs less than a branch.
-_FEW = 1 << 14
+_FEW, _FEWER = 1 << 14, 1 << 11
 # Compiling so few kernels takes less than the branch that saves them.
 _MANY = 16
 
@@ -56,6 +56,28 @@ def once(
     return by_platform(branch, lambda worth, *args: function(*args), worth, *args)
 
 
+def written(function: Callable[..., jax.Array], *args: Any) -> jax.Array:
+    """``function(*args)``, which a CPU computes once, for results that are always needed.
+
+    As :func:`once` says, it would compute them again in each loop that reads them. Fewer than
+    2,048 entries are computed directly.
+    """
+    made = jax.eval_shape(function, *args)
+    if made.size < _FEWER:
+        return function(*args)
+    function = jax.jit(function, inline=True)
+
+    def branch(*args: Any) -> jax.Array:
+        return lax.cond(_always(), function, lambda *args: jnp.zeros_like(made), *args)
+
+    return by_platform(branch, function, *args)
+
+
+def _always() -> jax.Array:
+    # XLA drops a barrier around values, and keeps a branch whose condition it can't see through.
+    return lax.optimization_barrier(jnp.ones((), jnp.bool_))
+
+
 def operands(numbers: Sequence[int]) -> list[jax.Array]:
     """The numbers as ``i32[]``, which XLA's compiler for CPUs does not take for constants.
 
@@ -65,9 +87,7 @@ def operands(numbers: Sequence[int]) -> list[jax.Array]:
     """
 
     def branch() -> list[jax.Array]:
-        # XLA drops a barrier around the numbers, and keeps a branch.
-        always = lax.optimization_barrier(jnp.ones((), jnp.bool_))
-        return lax.cond(always, constants, lambda: [jnp.int32(0) for _ in numbers])
+        return lax.cond(_always(), constants, lambda: [jnp.int32(0) for _ in numbers])
 
     def constants() -> list[jax.Array]:
         return [jnp.int32(number) for number in numbers]

@@ -12,7 +12,7 @@ from jax import lax
 
 from sparse_collectives import _hash
 from sparse_collectives._data import PaddedCOO, take
-from sparse_collectives._platform import by_platform, places
+from sparse_collectives._platform import by_platform, places, written
 from sparse_collectives._sparse_ops import _bits, _bitset
 
 # With fewer slots than 1/16 of the words, a binary search finds the word of each slot.
@@ -40,7 +40,7 @@ def set_positions(
     Cost: a few passes over n / 32 words and over the slots.
     """
     counts = _bits.popcount(words)
-    inclusive = _bits.running_sum(counts)
+    inclusive = written(_bits.running_sum, counts)
     count = inclusive[-1]
     start = wrapped = jnp.zeros_like(count)
     if turn is not None:

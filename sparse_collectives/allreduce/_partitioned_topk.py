@@ -1,5 +1,6 @@
 """Agreed indices: each worker selects in its own partition, and all add their values there."""
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ from jax import lax
 
 from sparse_collectives import _hash, _validation, transport
 from sparse_collectives._data import PaddedCOO
-from sparse_collectives._platform import once
+from sparse_collectives._platform import by_platform, once
 from sparse_collectives._sparse_ops import _bits, _compaction, _elias_fano
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, ReduceInfo, SparseAllreduce
@@ -215,7 +216,12 @@ class Plan(NamedTuple):
         if self.bits == EXACT:
             return messages
         width = self.partitions.width
-        return jax.vmap(lambda message: _elias_fano.decode(message, self.slots, width))(messages)
+
+        def decode(message: jax.Array) -> jax.Array:
+            return _elias_fano.decode(message, self.slots, width)
+
+        # A CPU takes half as long for one message after the other.
+        return by_platform(functools.partial(lax.map, decode), jax.vmap(decode), messages)
 
 
 def make_plan(

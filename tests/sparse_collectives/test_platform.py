@@ -214,6 +214,25 @@ def test_offsets_are_operands_of_one_kernel_for_all_parts_of_a_size():
             assert [int(x) for x in _platform.operands(range(20))] == list(range(20))
 
 
+def test_what_is_written_is_computed_once_on_a_cpu():
+    """Two gathers read it; XLA would compute each entry that they read again."""
+
+    def read_twice(x, at):
+        found = _platform.written(jnp.sin, x)
+        return found[at] + found[at[::-1]]
+
+    x, at = jnp.linspace(0, 9, 4096), jnp.asarray(RNG.integers(0, 4096, 20_000))
+    np.testing.assert_array_equal(same(read_twice, x, at), jnp.sin(x)[at] + jnp.sin(x)[at[::-1]])
+    traced = jax.jit(read_twice).trace(x, at)
+    cpu, cuda = (traced.lower(lowering_platforms=(name,)).as_text() for name in ("cpu", "cuda"))
+    assert "optimization_barrier" in cpu
+    assert "optimization_barrier" not in cuda
+    compiled = traced.lower().compile().as_text()
+    of_sines = [line for line in compiled.splitlines() if " sine(" in line]
+    assert len(of_sines) == 1
+    assert "[4096]" in of_sines[0]
+
+
 @pytest.mark.parametrize("bits", [None, 32])
 @pytest.mark.one_in(2)
 def test_partitioned_topk_in_a_step_that_is_large_enough_to_have_branches(bits):

@@ -25,6 +25,7 @@ from jax import lax
 
 from sparse_collectives import transport
 from sparse_collectives._data import PaddedCOO, only_where
+from sparse_collectives._platform import written
 from sparse_collectives._sparse_ops import _bits, _bitset
 from sparse_collectives._types import AxisName, Undelivered
 from sparse_collectives.allreduce._parts import _frame
@@ -123,15 +124,16 @@ def encode(values: jax.Array, exists: jax.Array, bits: int) -> tuple[jax.Array, 
     Returns:
       ``i32[r, words(c, bits)]`` and ``f32[r, c]``.
     """
-    magnitude = _in_blocks(jnp.where(exists, jnp.abs(values), 0))
-    used = _in_blocks(exists)
-    slots = values.shape[1]
+    slots, kept = values.shape[1], -(-values.shape[1] // 32)
+    # A CPU would pad again in each pass, with a comparison for each entry.
+    values, used = (written(_padded, x) for x in (values, exists))
+    magnitude, used = _in_blocks(jnp.where(used, jnp.abs(values), 0)), _in_blocks(used)
     scale = _mean(magnitude, used, slots)
     if bits == 2:
         is_high = magnitude > scale[..., None]
         low, high = (_mean(magnitude, used & side, slots) for side in (~is_high, is_high))
         scales = jnp.concatenate([_rounded(low), _rounded(high)], axis=-1)
-        code = _flat(is_high, slots).astype(jnp.int32) | (_is_negative(values) << 1)
+        code = is_high.reshape(values.shape).astype(jnp.int32) | (_is_negative(values) << 1)
     elif bits == 1:
         scales, code = _rounded(scale), _is_negative(values)
     else:
@@ -139,16 +141,17 @@ def encode(values: jax.Array, exists: jax.Array, bits: int) -> tuple[jax.Array, 
         step = _rounded(jnp.minimum(_MOST * scale, largest) / most)
         largest = _rounded(largest)
         scales = jnp.concatenate([step, largest], axis=-1)
-        step, largest = (_flat(x[..., None], slots) for x in (step, largest))
+        step, largest = (_spread(x, values.shape[1]) for x in (step, largest))
         absolute = jnp.abs(values)
         multiple = jnp.round(absolute / jnp.where(step > 0, step, 1.0))
         multiple = jnp.where(jnp.isnan(multiple), 0, jnp.minimum(multiple, most - 1))
         is_largest = absolute - multiple * step > largest - absolute
         multiple = jnp.where(is_largest, most, multiple).astype(jnp.int32)
         code = jnp.where(values < 0, -multiple, multiple) + most
+    planes = _bits.pack_planes(code, bits).reshape(code.shape[0], bits, -1)[..., :kept]
     packed = _bits.pack(_upper_half(scales), _SCALE_BITS)
-    message = jnp.concatenate([packed, _bits.pack_planes(code, bits)], axis=-1)
-    return message, _values(code, scales, bits)
+    message = jnp.concatenate([packed, planes.reshape(code.shape[0], -1)], axis=-1)
+    return message, _values(code, scales, bits)[:, :slots]
 
 
 def decode(message: jax.Array, slots: int, bits: int) -> jax.Array:
@@ -162,7 +165,7 @@ def decode(message: jax.Array, slots: int, bits: int) -> jax.Array:
 
 def _values(code: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
     parts = jnp.split(scales, 1 if bits == 1 else 2, axis=-1)
-    first, *second = (_flat(part[..., None], code.shape[1]) for part in parts)
+    first, *second = (_spread(part, code.shape[1]) for part in parts)
     if bits > 2:
         most = (1 << (bits - 1)) - 1
         multiple = code - most
@@ -209,12 +212,15 @@ def _upper_half(scale: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(scale, jnp.int32) >> _SCALE_BITS & 0xFFFF
 
 
+def _padded(x: jax.Array) -> jax.Array:
+    return _bits.pad_to(x, BLOCK)
+
+
 def _in_blocks(x: jax.Array) -> jax.Array:
-    padded = _bits.pad_to(x, BLOCK)
-    return padded.reshape(x.shape[0], -1, BLOCK)
+    return x.reshape(x.shape[0], -1, BLOCK)
 
 
-def _flat(x: jax.Array, slots: int) -> jax.Array:
-    """``[r, b, BLOCK]``, or ``[r, b, 1]`` for all slots of a block, as ``[r, slots]``."""
-    whole = jnp.broadcast_to(x, (*x.shape[:2], BLOCK))
+def _spread(x: jax.Array, slots: int) -> jax.Array:
+    """A number for each block, ``[r, b]``, as one for each slot, ``[r, slots]``."""
+    whole = jnp.broadcast_to(x[..., None], (*x.shape, BLOCK))
     return whole.reshape(x.shape[0], -1)[:, :slots]
