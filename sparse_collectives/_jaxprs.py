@@ -84,6 +84,13 @@ def made_by(x: Any) -> Any:
     return getattr(x, "parent", None)
 
 
+def place_of(x: Any, eqn: Any) -> int | None:
+    """The place of a value among the results of :func:`made_by`; None if JAX does not show it."""
+    variable = getattr(x, "val", None)
+    found = (i for i, out in enumerate(getattr(eqn, "outvars", ())) if out is variable)
+    return next(found, None)
+
+
 def captured(x: Any) -> Any:
     """The value outside of the function that is being traced for which ``x`` stands.
 

@@ -59,7 +59,8 @@ def is_common(value: Any, axis: AxisName) -> bool:
     """Whether a value is the same on all workers, whatever its type says.
 
     Every path back from it ends in a constant, in a reduction, or in a value that is typed as the
-    same: zeros in the type of a gradient, for example.
+    same: zeros in the type of a gradient, for example. A result of a branch or a loop depends on
+    those operands only from which it is made.
     """
     return all(_is_common(_jaxprs.captured(value), name) for name in _compat.axis_names(axis))
 
@@ -73,11 +74,23 @@ def _is_common(value: Any, name: Any) -> bool:
             continue
         seen[id(x)] = x
         eqn = _jaxprs.made_by(x)
+        if eqn is not None and not _may_differ(x, eqn, name):
+            continue
         if eqn is None or (kind := _kind(eqn, name)) == _OTHER:
             return False
         if kind == _OPERANDS:
             stack.extend(map(_jaxprs.captured, eqn.invars))
     return True
+
+
+def _may_differ(value: Any, eqn: Any, name: Any) -> bool:
+    """Whether this result of an equation may differ if all operands do that are typed so."""
+    place = _jaxprs.place_of(value, eqn)
+    if place is None or not _jaxprs.jaxprs_in(eqn):
+        return True
+    operands = map(_jaxprs.captured, eqn.invars)
+    inputs = [isinstance(x, Tracer) and name in _compat.varying_axes(x) for x in operands]
+    return _varying_results(eqn, inputs, name)[place]
 
 
 def _operands(x: Any) -> list[Any]:
