@@ -24,7 +24,7 @@ BOUNDS = {
     "PPO": (-250, 100),
     "Variational inference": (22, 0.5),
 }
-QUICK = ("LoRA", "Variational inference")
+QUICK = ("Variational inference",)
 
 
 def beginning(section, end):
