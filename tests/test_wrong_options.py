@@ -78,6 +78,7 @@ SAID = [
     (".learning.steps", "--options step_ahead=x", "--options: step_ahead"),
     (".learning.steps", "--task images --width 8", "--width: the model of images has one width"),
     (".learning.programs", "--only x", "--only 'x' is none of: An image classifier; "),
+    (".learning.programs", "--exchanges x", "invalid choice: 'x'"),
     (".learning.programs", "--seeds 0", "0 is not a whole number of at least 1"),
     (".learning.programs", "--densities 2", "2 is not in (0, 1]"),
     (".learning.programs", "--factors 0", "0 is not a positive number"),

@@ -2,6 +2,7 @@
 
     python -m benchmarks.learning.programs [--only LoRA] [--seeds 3] [--json FILE]
     python -m benchmarks.learning.programs --only LoRA --factors 1 3 --densities 0.2
+    python -m benchmarks.learning.programs --exchanges before after
 
 The programs of docs/more_clients.md run as they stand there, before and after the change, and with
 two other exchanges before the optimizer of the original, `dense` and `powersgd(2)`. A seed
@@ -24,11 +25,12 @@ from .._common import display, options, reports
 from . import _page_programs
 
 WORKERS = 8
+BEFORE, AFTER = "before", "after"
 EXCHANGES = {
     "dense": "optax_ext.dense(axis=AXIS)",
     "powersgd(2)": "optax_ext.powersgd(2, axis=AXIS)",
 }
-BEFORE, AFTER = "before", "after"
+KINDS = (BEFORE, *EXCHANGES, AFTER)
 
 
 def arms_of(program: _page_programs.Program, densities: list[float]) -> dict[str, list[str]]:
@@ -64,6 +66,7 @@ def main(argv: list[str] | None = None) -> None:
     programs = _page_programs.programs_of(_page_programs.PAGES[1])
     parser = options.parser_of(__doc__, "only", "json", seeds=3)
     parser.add_argument("--factors", type=options.positive, nargs="+", default=[1.0])
+    parser.add_argument("--exchanges", nargs="+", choices=KINDS)
     parser.add_argument("--densities", type=options.share, nargs="+", default=[])
     args = parser.parse_args(argv)
     options.check_names(parser, args.only, programs)
@@ -71,6 +74,8 @@ def main(argv: list[str] | None = None) -> None:
     rows = []
     for name in args.only or programs:
         arms = arms_of(programs[name], args.densities)
+        if args.exchanges:
+            arms = {arm: arms[arm] for arm in arms if arm not in KINDS or arm in args.exchanges}
         for (arm, lines), factor in itertools.product(arms.items(), args.factors):
             runs = []
             for seed in range(args.seeds):
@@ -78,8 +83,9 @@ def main(argv: list[str] | None = None) -> None:
                 runs.append(trained(_page_programs.scaled(lines, factor), seed))
             row = {"program": name, "exchange": arm, "factor": factor}
             rows.append(row | {key: [run[key] for run in runs] for key in ("value", "words")})
+            # It takes long, and may be stopped.
+            reports.write(args.json, {"seeds": args.seeds, "jax": jax.__version__, "rows": rows})
     display.show_rows("results of all seeds, and words", rows)
-    reports.write(args.json, {"seeds": args.seeds, "jax": jax.__version__, "rows": rows})
 
 
 if __name__ == "__main__":

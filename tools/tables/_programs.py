@@ -3,7 +3,7 @@
 import statistics
 from typing import Any
 
-from ._data import LABELS, Rows, blank_repeats, by, listed, number, read
+from ._data import LABELS, Rows, by, listed, number, read
 
 
 def _all(row: dict[str, Any]) -> str:
@@ -24,15 +24,22 @@ def table_more_clients() -> Rows:
     return rows
 
 
-def table_more_clients_rates() -> Rows:
-    """Two programs at several learning rates, a row for each exchange."""
-    found = by(read("more_clients_rates.json")["rows"], "program", "exchange", "factor")
-    programs, arms, factors = (list(dict.fromkeys(key[i] for key in found)) for i in range(3))
-    labels = LABELS["more_clients"]
-    rows = [
-        [program, labels.get(arm) or f"the same, `{arm}`"]
-        + [_all(found[program, arm, factor]) for factor in factors]
-        for program in programs
+def _rates(file: str) -> Rows:
+    """One program at several learning rates, a row for each exchange."""
+    found = by(read(file)["rows"], "exchange", "factor")
+    arms, factors = (list(dict.fromkeys(key[i] for key in found)) for i in (0, 1))
+    return [
+        [LABELS["more_clients"].get(arm) or f"the same, `{arm}`"]
+        + [_all(found[arm, factor]) for factor in factors]
         for arm in arms
     ]
-    return blank_repeats(rows)
+
+
+def table_lora_rates() -> Rows:
+    """LoRA with every exchange."""
+    return _rates("more_clients_lora.json")
+
+
+def table_classifier_rates() -> Rows:
+    """The classifier before and after the change."""
+    return _rates("more_clients_classifier.json")
