@@ -88,7 +88,7 @@ def test_a_train_state_and_a_state_of_other_workers():
 
 @pytest.mark.parametrize("name", ["dense", "ok_topk"])
 def test_a_state_made_under_pmap_is_saved_without_any_other_call(name, monkeypatch):
-    """Neither ``init_state`` nor ``with_mesh`` tells flax of its parts."""
+    """Neither ``init_state`` nor ``with_mesh`` registers its parts with flax."""
     for cls in [x for x in flax.serialization._STATE_DICT_REGISTRY if "optax_ext" in x.__module__]:
         monkeypatch.delitem(flax.serialization._STATE_DICT_REGISTRY, cls)
     tx = {"dense": optax_ext.dense(axis="w"), "ok_topk": optax_ext.ok_topk(0.25, axis="w")}[name]
