@@ -1,6 +1,5 @@
 """Programs of other frameworks, as docs/clients.md changes them, before and after the change."""
 
-import difflib
 import re
 
 import jax
@@ -12,39 +11,14 @@ from flax import jax_utils, linen, nnx
 from flax.training import train_state
 
 import optax_ext
-from tests.optax_ext.helpers import DOCS, loss_fn, mesh, normal, programs_of, refused
+from benchmarks.learning import _page_programs
+from benchmarks.learning._page_programs import names_after
+from tests.clients import WORKERS, sends_little, shows_the_lines_that_it_counts
+from tests.optax_ext.helpers import loss_fn, mesh, normal, programs_of, refused
 
 pytestmark = pytest.mark.usefixtures("default_promotion")
-WORKERS = 8
-PAGE = (DOCS / "clients.md").read_text()
-DATA, _, NNX_DROPOUT, *_ = programs_of("clients")
-# The program of each section that shows what changes in it.
-DIFFS = {
-    section.partition("\n")[0]: section.partition("```diff\n")[2].partition("```")[0]
-    for section in PAGE.split("\n## ")
-    if "```diff" in section
-}
-
-
-def versions(section):
-    """The lines of a program before and after its changes."""
-    lines = DIFFS[section].splitlines()
-    assert {line[:1] for line in lines} <= {" ", "+", "-", ""}
-    return [[line[1:] for line in lines if not line.startswith(other)] for other in "+-"]
-
-
-def changed_lines(before, after):
-    """A line that is replaced, added or deleted counts once."""
-    found = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
-    return sum(max(b - a, d - c) for kind, a, b, c, d in found if kind != "equal")
-
-
-def names_after(lines):
-    """The names that a program defines, which runs as it stands on the page."""
-    names = {"__name__": "program"}
-    exec(DATA, names)
-    exec("\n".join(lines), names)
-    return names
+PROGRAMS = _page_programs.programs_of("clients")
+_, _, NNX_DROPOUT, *_ = programs_of("clients")
 
 
 def accuracy(names):
@@ -56,11 +30,7 @@ def last_loss(names):
 
 
 def test_the_page_shows_the_lines_that_it_counts():
-    counts = re.findall(r"^\| \[(.+?)\]\(#.*?\| (\d+) \|$", PAGE, re.MULTILINE)
-    assert len(DIFFS) == 6
-    said = {name.lower(): int(count) for name, count in counts}
-    assert said == {name.lower(): changed_lines(*versions(name)) for name in DIFFS}
-    assert max(said.values()) <= 5
+    shows_the_lines_that_it_counts("clients")
 
 
 @pytest.mark.parametrize(
@@ -68,7 +38,7 @@ def test_the_page_shows_the_lines_that_it_counts():
     ["flax nnx", "flax linen", "flax linen with pmap", "equinox"],
 )
 def test_a_classifier_learns_as_before(section):
-    before, after = map(names_after, versions(section))
+    before, after = map(names_after, PROGRAMS[section])
     assert accuracy(before) > 0.85
     assert accuracy(after) > accuracy(before) - 0.05
     sends_little(after)
@@ -76,22 +46,10 @@ def test_a_classifier_learns_as_before(section):
 
 @pytest.mark.parametrize(("section", "most"), [("A GPT", 3.2), ("haiku", 0.4)])
 def test_a_loss_falls_as_before(section, most):
-    before, after = map(names_after, versions(section))
+    before, after = map(names_after, PROGRAMS[section])
     assert last_loss(before) < most
     assert last_loss(after) < last_loss(before) + 0.1
     sends_little(after)
-
-
-def sends_little(names):
-    """Each worker has a residual of its own, and sends a small part of what a dense one would."""
-    optimizer = names.get("optimizer")
-    held = names.get("state", names.get("opt_state"))
-    held = optimizer if isinstance(optimizer, nnx.Optimizer) else held
-    state, info = optax_ext.get_state(held), optax_ext.get_info(held)
-    rows = np.asarray(state.residual).reshape(WORKERS, -1)
-    assert len({row.tobytes() for row in rows}) == WORKERS
-    dense = 2 * rows.shape[1] * (WORKERS - 1) / WORKERS
-    assert 0 < float(np.max(info.words)) < 0.2 * dense
 
 
 def test_the_same_program_trains_alike_on_a_mesh_and_under_pmap():
@@ -99,8 +57,8 @@ def test_the_same_program_trains_alike_on_a_mesh_and_under_pmap():
     # sparse updates goes on from there: both begin with the same bits.
     alike = "with jax.ensure_compile_time_eval(): params = cnn.init(jax.random.key(0), "
     on_mesh, mapped = (
-        names_after([x.replace("params = cnn.init(rng, ", alike) for x in versions(name)[1]])
-        for name in list(DIFFS)[1:3]
+        names_after([x.replace("params = cnn.init(rng, ", alike) for x in program.after])
+        for program in list(PROGRAMS.values())[1:3]
     )
     params = jax.tree.map(np.asarray, mapped["state"].params)
     for a, b in zip(*map(jax.tree.leaves, (on_mesh["state"].params, params)), strict=True):
@@ -181,7 +139,7 @@ def test_the_bits_are_those_of_make_train_step(name, tx):
 
 
 def test_the_dense_mean_trains_as_one_device_does():
-    before, after = versions("flax linen")
+    before, after = PROGRAMS["flax linen"]
     dense = "optax.chain(optax_ext.dense(axis='data'), optax.adamw(3e-3))"
     after = [re.sub(r"optax_ext\.sparse_adamw\(.*?\)", dense, line) for line in after]
     states = [names_after(lines)["state"] for lines in (before, after)]

@@ -148,6 +148,18 @@ def predicted(_: str, numbers: Any) -> bool:
     return len(numbers["rows"]) == 3 * 5
 
 
+def of_pages(out: str, numbers: Any) -> bool:
+    """A program with each exchange: fewer words than dense, and a loss that is near."""
+    rows = {row["exchange"]: row for row in numbers["rows"]}
+    assert list(rows) == ["before", "dense", "powersgd(2)", "after", "density=0.2"]
+    (dense,), words = rows["dense"]["words"], [rows[x]["words"][0] for x in list(rows)[2:]]
+    assert rows["before"]["words"] == [None]
+    assert words[1] < words[2] < dense
+    assert words[0] < dense / 4
+    losses = [row["value"][0] for row in rows.values()]
+    return max(losses) < 23 and max(losses) - min(losses) < 1
+
+
 def last_row(out: str) -> list[str]:
     return out.splitlines()[-1].split()
 
@@ -227,6 +239,11 @@ RUNS = [
             lambda out, _: "every=2" in last_row(out) and float(last_row(out)[-1]) > 0,
         )
         for given in ROUNDS
+    ),
+    Run(
+        ".learning.programs",
+        f"--only 'Variational inference' --seeds 1 --densities 0.2 {JSON}",
+        of_pages,
     ),
     Run(
         ".learning.steps",

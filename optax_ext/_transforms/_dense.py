@@ -9,6 +9,7 @@ import optax
 
 from optax_ext._error_feedback import _groups, _nonfinite, _same_params, _trace_checks
 from optax_ext._error_feedback._dense_state import DenseState
+from optax_ext._state import _flax
 from sparse_collectives import AxisName, _compat, _validation, extend, transport
 
 DTYPES = ("float16", "bfloat16", "float32")
@@ -72,6 +73,7 @@ def dense(
         dtype = jnp.dtype(dtype)
 
     def init(params: Any) -> DenseState:
+        _flax.register()
         static = _compat.static_axis(axis)  # Checks the axis first.
         _same_params.check(params, axis)
         # One array for each field, since two donated arguments cannot be the same array.

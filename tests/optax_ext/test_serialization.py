@@ -84,3 +84,14 @@ def test_a_train_state_and_a_state_of_other_workers():
     wrong = flax.serialization.from_bytes(other, flax.serialization.to_bytes(state.opt_state))
     step = optax_ext.make_train_step(loss_fn, tx, mesh(4))
     refused("opt_state.*of 2 of 4 workers|made for", step, PARAMS, wrong, batch_of())
+
+
+@pytest.mark.parametrize("name", ["dense", "ok_topk"])
+def test_a_state_made_under_pmap_is_saved_without_any_other_call(name, monkeypatch):
+    """Neither ``init_state`` nor ``with_mesh`` registers its parts with flax."""
+    for cls in [x for x in flax.serialization._STATE_DICT_REGISTRY if "optax_ext" in x.__module__]:
+        monkeypatch.delitem(flax.serialization._STATE_DICT_REGISTRY, cls)
+    tx = {"dense": optax_ext.dense(axis="w"), "ok_topk": optax_ext.ok_topk(0.25, axis="w")}[name]
+    many = jax.tree.map(lambda x: np.stack([x] * 2), PARAMS)
+    state = jax.pmap(tx.init, axis_name="w", devices=jax.devices()[:2])(many)
+    assert bits(with_flax(state, state, None)) == bits(state)

@@ -17,13 +17,34 @@ from functools import partial
 
 from benchmarks._common import options
 
-from . import _learning, _links, _minutes, _predicted, _printed, _timed, _trainings, _words
+from . import (
+    _learning,
+    _links,
+    _minutes,
+    _predicted,
+    _printed,
+    _programs,
+    _timed,
+    _trainings,
+    _words,
+)
 from ._data import LABELS, ROOT, printed, written
 
 MADE = {name: partial(printed, name) for names in LABELS["printed"].values() for name in names}
+_MODULES = (
+    _learning,
+    _links,
+    _minutes,
+    _predicted,
+    _printed,
+    _programs,
+    _timed,
+    _trainings,
+    _words,
+)
 MADE |= {
     name.removeprefix("table_"): function
-    for module in (_learning, _links, _minutes, _predicted, _printed, _timed, _trainings, _words)
+    for module in _MODULES
     for name, function in vars(module).items()
     if name.startswith("table_")
 }

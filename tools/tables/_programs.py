@@ -1,0 +1,45 @@
+"""Programs of other people with several exchanges: `benchmarks.learning.programs`."""
+
+import statistics
+from typing import Any
+
+from ._data import LABELS, Rows, by, listed, number, read
+
+
+def _all(row: dict[str, Any]) -> str:
+    """The mean, and in brackets the result of each seed."""
+    mean = statistics.mean(row["value"])
+    digits = 3 if mean < 10 else 2 if mean < 100 else 0
+    return f"{mean:.{digits}f} ({listed(row['value'], digits)})"
+
+
+def table_more_clients() -> Rows:
+    """Results of all seeds, and how many fewer words there are than with `dense`."""
+    found, rows = by(read("more_clients.json")["rows"], "program", "exchange"), []
+    for program in dict.fromkeys(name for name, _ in found):
+        arms = {name: found[program, name] for name in LABELS["more_clients"]}
+        words = {name: statistics.mean(arms[name]["words"]) for name in arms if name != "before"}
+        fewer = (number(words["dense"] / words[name], 0) for name in ("powersgd(2)", "after"))
+        rows.append([program, *map(_all, arms.values()), ", ".join(fewer)])
+    return rows
+
+
+def _rates(file: str) -> Rows:
+    """One program at several learning rates, a row for each exchange."""
+    found = by(read(file)["rows"], "exchange", "factor")
+    arms, factors = (list(dict.fromkeys(key[i] for key in found)) for i in (0, 1))
+    return [
+        [LABELS["more_clients"].get(arm) or f"the same, `{arm}`"]
+        + [_all(found[arm, factor]) for factor in factors]
+        for arm in arms
+    ]
+
+
+def table_lora_rates() -> Rows:
+    """LoRA with every exchange."""
+    return _rates("more_clients_lora.json")
+
+
+def table_classifier_rates() -> Rows:
+    """The classifier before and after the change."""
+    return _rates("more_clients_classifier.json")
