@@ -71,10 +71,12 @@ def test_aliases_have_a_row_each():
     modules = (optax_ext, optax_ext.published)
     public = {name: getattr(module, name) for module in modules for name in module.__all__}
     aliases = {name: part for name, part in public.items() if is_alias(part)}
-    # Whole optimizers have tests of their own, as have rounds of local steps.
-    others = ("._adamw", "._sgd", "._diloco")
+    # Optimizers with a density of their own have other tests, as have rounds of local steps.
     found = {
-        name for name, part in aliases.items() if not any(x in part.__module__ for x in others)
+        name
+        for name, part in aliases.items()
+        if inspect.signature(part).parameters["density"].default is inspect.Parameter.empty
+        and "._diloco" not in part.__module__
     }
     assert found == {name.split(",")[0] for name in ALIASES}
 
@@ -147,6 +149,18 @@ TAKEN = {
 }
 
 
+def test_every_function_that_takes_options_is_in_the_table():
+    found = {
+        name
+        for module in (optax_ext, optax_ext.published)
+        for name in module.__all__
+        if inspect.isfunction(getattr(module, name))
+        and "nonfinite" in inspect.signature(getattr(module, name)).parameters
+    }
+    # The others are aliases of it.
+    assert found - {"sparse_allreduce"} == TAKEN.keys()
+
+
 @pytest.mark.parametrize("name", TAKEN)
 def test_options_stand_in_the_signature_and_reach_what_checks_them(name):
     make, (taken, given) = function(name), TAKEN[name]
@@ -165,7 +179,10 @@ def test_options_stand_in_the_signature_and_reach_what_checks_them(name):
         refused(r"density must be in \(0, 1\], got 1\.5", make, **given | {"density": 1.5})
 
 
-@pytest.mark.parametrize("name", ["sparse_adamw", "sparse_sgd", "ok_topk_sgd"])
+WHOLE = [name for name, (_, given) in TAKEN.items() if "learning_rate" in given]
+
+
+@pytest.mark.parametrize("name", WHOLE)
 def test_arguments_of_an_optimizer_of_optax_that_would_be_others_here(name):
     """A second positional argument is b1 or momentum in optax, and would be a density here."""
     make = getattr(optax_ext, name)

@@ -85,9 +85,9 @@ POINTS = [
 ]
 POINTS += [
     (name, codec, (1999, 100, 3))
-    for name in cost_model.ALGORITHMS
+    for name, row in cost_model.ALGORITHMS.items()
     for codec in table.LOSSY_CODECS
-    if "dense" not in name and name not in TWO_LEVELS and "partitioned_topk" not in name
+    if len(row.codecs) > 1 and not row.two_level
 ]
 POINTS += [
     (name, "narrow8", (20_000, 1000, 6))
