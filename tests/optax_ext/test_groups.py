@@ -116,6 +116,22 @@ def test_rounds_of_a_group_are_those_of_its_leaves_alone(name):
     assert bits(params["lora"]) == bits(adapters_alone(make)[0])
 
 
+@pytest.mark.parametrize("around", ["multi_steps", "MultiSteps", "every"])
+def test_frozen_leaves_next_to_a_branch_that_exchanges(around):
+    """The zeros are a result of that branch, whose other results depend on gradients."""
+    exchange = optax.chain(optax_ext.topk_a(0.3, axis="data"), optax.sgd(0.1))
+    tx = {
+        "multi_steps": lambda: optax_ext.multi_steps(grouped(PREFIX, make=lambda: exchange), 2),
+        "MultiSteps": lambda: optax.MultiSteps(
+            grouped(PREFIX, make=lambda: exchange), 2
+        ).gradient_transformation(),
+        "every": lambda: grouped(PREFIX, make=functools.partial(adamw, every=2)),
+    }[around]()
+    params, _ = trained(tx, start())
+    same(params["base"], start()["base"])
+    assert np.any(params["lora"]["b"])
+
+
 def test_a_group_that_nothing_reduces_is_named():
     advice = r"update of params\['base'\]\['a'\] differs.*optax\.set_to_zero\(\)"
     for tx in (
