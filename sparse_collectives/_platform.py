@@ -13,10 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sparse_collectives import _compat
+
 # With more comparisons a binary search is faster on a GPU as well.
 _COMPARISONS = 1 << 25
 # Recomputing fewer entries costs less than a branch.
-_FEW, _FEWER = 1 << 14, 1 << 11
+_FEW = 1 << 14
 # Compiling so few kernels takes less than the branch that saves them.
 _MANY = 16
 
@@ -59,16 +61,18 @@ def once(
 def written(function: Callable[..., jax.Array], *args: Any) -> jax.Array:
     """``function(*args)``, which a CPU computes once, for results that are always needed.
 
-    As :func:`once` says, it would compute them again in each loop that reads them. Fewer than
-    2,048 entries are computed directly.
+    As :func:`once` says, it would compute them again in each loop that reads them. With many loops
+    that read a scalar of many operands, the program would also take minutes to compile.
     """
-    made = jax.eval_shape(function, *args)
-    if made.size < _FEWER:
-        return function(*args)
     function = jax.jit(function, inline=True)
 
+    def nothing(*args: Any) -> jax.Array:
+        made = jax.eval_shape(function, *args)
+        zeros = jnp.zeros(made.shape, made.dtype)
+        return _compat.varying_like(zeros, *jax.tree.leaves(args))
+
     def branch(*args: Any) -> jax.Array:
-        return lax.cond(_always(), function, lambda *args: jnp.zeros_like(made), *args)
+        return lax.cond(_always(), function, nothing, *args)
 
     return by_platform(branch, function, *args)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_collectives import AxisName, _compat, transport
-from sparse_collectives._platform import by_platform
+from sparse_collectives._platform import by_platform, written
 from sparse_collectives._sparse_ops import all_below
 
 POLICIES = ("skip", "drop", "raise", "propagate")
@@ -108,14 +108,18 @@ def all_finite(tree: Any, axis: AxisName) -> jax.Array:
     Along other axes of a mapped function a device may hold a part of the leaves, and one word is
     exchanged; no message among the workers of ``axis``.
     """
-    each = (jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree))
-    finite = functools.reduce(operator.and_, each, jnp.ones((), jnp.bool_))
+    finite = written(_are_finite, jax.tree.leaves(tree))
     others = () if _compat.is_communicator(axis) else _compat.other_mesh_axes(axis)
     if others and _compat.checks_varying(axis):
         others = tuple(name for name in others if name in _compat.varying_axes(finite))
     if not others:
         return finite
     return _sum(_compat.to_varying((~finite).astype(jnp.int32), others), others) == 0
+
+
+def _are_finite(leaves: list[jax.Array]) -> jax.Array:
+    each = (jnp.all(jnp.isfinite(x)) for x in leaves)
+    return functools.reduce(operator.and_, each, jnp.ones((), jnp.bool_))
 
 
 def _without(part: Pending, bad: jax.Array) -> Pending:

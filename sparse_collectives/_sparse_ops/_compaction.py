@@ -17,6 +17,8 @@ from sparse_collectives._sparse_ops import _bits, _bitset
 
 # With fewer slots than 1/16 of the words, a binary search finds the word of each slot.
 _SLOTS_PER_WORD = 16
+# Computing the sums of fewer words again costs less than a branch.
+_FEW_WORDS = 1 << 11
 
 
 def set_positions(
@@ -40,7 +42,9 @@ def set_positions(
     Cost: a few passes over n / 32 words and over the slots.
     """
     counts = _bits.popcount(words)
-    inclusive = written(_bits.running_sum, counts)
+    # Each slot reads two of the sums.
+    add = _bits.running_sum
+    inclusive = add(counts) if counts.size < _FEW_WORDS else written(add, counts)
     count = inclusive[-1]
     start = wrapped = jnp.zeros_like(count)
     if turn is not None:

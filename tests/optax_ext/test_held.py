@@ -215,3 +215,21 @@ def test_a_schedule_goes_on_for_a_worker_that_missed_a_step():
         assert bits(before) == bits(params), "the rate is 0 for all workers"
         missed = [x for x in jax.tree.leaves(state) if np.asarray(x).tolist() == [3, 0]]
         assert len(missed) == 1
+
+
+@pytest.mark.parametrize("exchange", ["dense", "sparse"])
+def test_a_program_grows_with_its_leaves_and_not_with_their_square(exchange):
+    """Each leaf reads whether all are finite, which its kernel would compute again."""
+    made = dense() if exchange == "dense" else optax_ext.topk_a(0.3, axis="data")
+    tx, on = optax.chain(made, ADAMW), mesh(2)
+
+    def lines(leaves):
+        params = {f"w{i}": normal((4, 4 + i)) for i in range(leaves)}
+        state = optax_ext.init_state(tx, params, on)
+        loss = lambda params, x: sum(jnp.sum((x @ w) ** 2) for w in params.values())  # noqa: E731
+        step = optax_ext.make_train_step(loss, tx, on)
+        text = step.lower(params, state, np.ones((2, 4), np.float32)).compile().as_text()
+        return text.count("\n")
+
+    few, many = lines(4), lines(12)
+    assert many < 3.5 * few
