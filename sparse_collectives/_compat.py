@@ -261,7 +261,13 @@ def _identity(name: str, typed: Any) -> Any:
 def varying_like(x: Any, *others: Any) -> Any:
     """``x``, typed as varying over the axes over which any array or shape in ``others`` varies."""
     axes = frozenset().union(*map(varying_axes, others))
-    return to_varying(x, tuple(axes)) if axes else x
+
+    def cast(x):
+        missing = tuple(name for name in axes if name not in varying_axes(x))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    # Not by `to_varying`, which leaves an equation that names the axis.
+    return jax.tree.map(cast, x) if axes else x
 
 
 def is_varying(x: Any, axis: AxisName) -> bool:
