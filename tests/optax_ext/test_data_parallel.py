@@ -74,12 +74,12 @@ def test_the_batch_is_split_and_keys_and_numbers_are_whole_wherever_they_are(whe
 
 
 SPLIT = [
-    ([*FIRST, "x", "y", "rng"], {"examples": ("x", "y")}, {"x", "y"}),
-    (["x", "y", *FIRST], {"examples": ("y", "x")}, {"x", "y"}),
-    (["x", *FIRST, "rng"], {"examples": "x"}, {"x"}),
-    ([*FIRST, "x", "y"], {"examples": 2}, {"x", "y"}),
-    (["stats", *FIRST, "x", "none"], {}, {"x"}),
-    ([*FIRST, "y", "x"], {"examples": "x"}, {"x"}),
+    ([*FIRST, "x", "y", "rng"], {"examples": ("x", "y")}, "xy"),
+    (["x", "y", *FIRST], {"examples": ("y", "x")}, "xy"),
+    (["x", *FIRST, "rng"], {"examples": "x"}, "x"),
+    ([*FIRST, "x", "y"], {"examples": 2}, "xy"),
+    (["stats", *FIRST, "x", "none"], {}, "x"),
+    ([*FIRST, "y", "x"], {"examples": "x"}, "x"),
 ]
 
 
