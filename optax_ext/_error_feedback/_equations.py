@@ -5,7 +5,7 @@ zeros and goes on with values of one worker is an error, and with it much that w
 device.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jax.core import Tracer
@@ -55,42 +55,64 @@ def depends_on(values: Iterable[Any], sources: Iterable[Any]) -> bool:
     return False
 
 
-def is_common(value: Any, axis: AxisName) -> bool:
-    """Whether a value is the same on all workers, whatever its type says.
+def common_among(axis: AxisName) -> Callable[[Any], bool]:
+    """A function that says whether a value is the same on all workers, whatever its type says.
 
     Every path back from it ends in a constant, in a reduction, or in a value that is typed as the
     same: zeros in the type of a gradient, for example. A result of a branch or a loop depends on
     those operands only from which it is made.
+
+    What was proven in one call is known in the next, since many leaves depend on the same values.
+    After a call that returns False the function has no meaning.
     """
-    return all(_is_common(_jaxprs.captured(value), name) for name in _compat.axis_names(axis))
+    proofs = [_Proof(name) for name in _compat.axis_names(axis)]
+
+    def is_common(value: Any) -> bool:
+        x = _jaxprs.captured(value)
+        return all(proof.is_common(x) for proof in proofs)
+
+    return is_common
 
 
-def _is_common(value: Any, name: Any) -> bool:
-    seen: dict[int, Any] = {}
-    stack = [value]
-    while stack:
-        x = stack.pop()
-        if not isinstance(x, Tracer) or id(x) in seen or name not in _compat.varying_axes(x):
-            continue
-        seen[id(x)] = x
-        eqn = _jaxprs.made_by(x)
-        if eqn is not None and not _may_differ(x, eqn, name):
-            continue
-        if eqn is None or (kind := _kind(eqn, name)) == _OTHER:
-            return False
-        if kind == _OPERANDS:
-            stack.extend(map(_jaxprs.captured, eqn.invars))
-    return True
+class _Proof:
+    """The values that are known to be the same along an axis of that name."""
 
+    def __init__(self, name: Any):
+        self.name = name
+        self.seen: dict[int, Any] = {}
+        # For each equation with inner ones, which results may differ.
+        self.results: dict[int, list[bool]] = {}
 
-def _may_differ(value: Any, eqn: Any, name: Any) -> bool:
-    """Whether this result of an equation may differ if all operands do that are typed so."""
-    place = _jaxprs.place_of(value, eqn)
-    if place is None or not _jaxprs.jaxprs_in(eqn):
+    def is_common(self, value: Any) -> bool:
+        name, stack = self.name, [value]
+        while stack:
+            x = stack.pop()
+            if not isinstance(x, Tracer) or id(x) in self.seen:
+                continue
+            if name not in _compat.varying_axes(x):
+                continue
+            self.seen[id(x)] = x  # Kept, so that no other value gets its id.
+            eqn = _jaxprs.made_by(x)
+            if eqn is not None and not self._may_differ(x, eqn):
+                continue
+            if eqn is None or (kind := _kind(eqn, name)) == _OTHER:
+                return False
+            if kind == _OPERANDS:
+                stack.extend(map(_jaxprs.captured, eqn.invars))
         return True
-    operands = map(_jaxprs.captured, eqn.invars)
-    inputs = [isinstance(x, Tracer) and name in _compat.varying_axes(x) for x in operands]
-    return _varying_results(eqn, inputs, name)[place]
+
+    def _may_differ(self, value: Any, eqn: Any) -> bool:
+        """Whether this result of an equation may differ if all operands do that are typed so."""
+        place = _jaxprs.place_of(value, eqn)
+        if place is None or not _jaxprs.jaxprs_in(eqn):
+            return True
+        if id(eqn) not in self.results:
+            operands = map(_jaxprs.captured, eqn.invars)
+            inputs = [
+                isinstance(x, Tracer) and self.name in _compat.varying_axes(x) for x in operands
+            ]
+            self.results[id(eqn)] = _varying_results(eqn, inputs, self.name)
+        return self.results[id(eqn)][place]
 
 
 def _operands(x: Any) -> list[Any]:

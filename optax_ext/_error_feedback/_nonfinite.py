@@ -157,7 +157,7 @@ def either(condition: jax.Array, delivered: jax.Array, yes: Any, no: Any) -> Any
     # On CPU XLA copies the old buffers if they might be overwritten before the accumulator has
     # read them, so the condition depends on the exchange. A GPU writes both in one pass.
     condition = by_platform(
-        lambda known, delivered: known & (delivered >= 0),
+        lambda known, delivered: written(lambda x, y: x & (y >= 0), known, delivered),
         lambda known, delivered: known,
         condition,
         delivered,

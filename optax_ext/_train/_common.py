@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from optax_ext._error_feedback._equations import is_common
+from optax_ext._error_feedback._equations import common_among
 from sparse_collectives import AxisName, _compat
 
 
@@ -23,12 +23,12 @@ def updates_of(updates: Any, axis: AxisName) -> Any:
     """
     if not _compat.checks_varying(axis):
         return updates  # The types do not record it.
-    names = set(_compat.axis_names(axis))
+    names, is_common = set(_compat.axis_names(axis)), common_among(axis)
 
     def common(path: Any, leaf: Any) -> Any:
         if not names & _compat.varying_axes(leaf):
             return leaf
-        if is_common(leaf, axis):
+        if is_common(leaf):
             return _compat.to_invarying(leaf, axis)
         name = f"params{jax.tree_util.keystr(path)}"
         raise ValueError(
@@ -50,14 +50,14 @@ def state_of(opt_state: Any, specs: Any, axis: AxisName) -> Any:
     """
     if not _compat.checks_varying(axis):
         return opt_state  # The types do not record it.
-    names = set(_compat.axis_names(axis))
+    names, is_common = set(_compat.axis_names(axis)), common_among(axis)
     leaves, structure = jax.tree_util.tree_flatten_with_path(opt_state)
 
     def common(path: Any, leaf: Any, spec: Any) -> Any:
         split = set(_compat.axis_names(spec[0])) if len(spec) else set()
         if not (names & _compat.varying_axes(leaf)) - split:
             return leaf
-        if not split and is_common(leaf, axis):
+        if not split and is_common(leaf):
             return _compat.to_invarying(leaf, axis)
         raise ValueError(
             f"opt_state{jax.tree_util.keystr(path)} differs between the workers of axis "

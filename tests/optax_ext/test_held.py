@@ -217,19 +217,24 @@ def test_a_schedule_goes_on_for_a_worker_that_missed_a_step():
         assert len(missed) == 1
 
 
-@pytest.mark.parametrize("exchange", ["dense", "sparse"])
-def test_a_program_grows_with_its_leaves_and_not_with_their_square(exchange):
+@pytest.mark.parametrize(("exchange", "few"), [("dense", 4), ("topk_a", 4), slow("powersgd", 18)])
+def test_a_program_grows_with_its_leaves_and_not_with_their_square(exchange, few):
     """Each leaf reads whether all are finite, which its kernel would compute again."""
-    made = dense() if exchange == "dense" else optax_ext.topk_a(0.3, axis="data")
+    made = {
+        "dense": dense,
+        "topk_a": lambda: optax_ext.topk_a(0.3, axis="data"),
+        "powersgd": lambda: optax_ext.powersgd(1, axis="data"),
+    }[exchange]()
     tx, on = optax.chain(made, ADAMW), mesh(2)
+
+    def loss(params, x):
+        return sum(jnp.sum((x @ w) ** 2) for w in params.values())
 
     def lines(leaves):
         params = {f"w{i}": normal((4, 4 + i)) for i in range(leaves)}
         state = optax_ext.init_state(tx, params, on)
-        loss = lambda params, x: sum(jnp.sum((x @ w) ** 2) for w in params.values())  # noqa: E731
         step = optax_ext.make_train_step(loss, tx, on)
         text = step.lower(params, state, np.ones((2, 4), np.float32)).compile().as_text()
         return text.count("\n")
 
-    few, many = lines(4), lines(12)
-    assert many < 3.5 * few
+    assert lines(3 * few) < 3.5 * lines(few)

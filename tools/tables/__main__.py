@@ -14,38 +14,19 @@ with the least and the most, and the head says which. A range with a negative nu
 
 import sys
 from functools import partial
+from importlib import import_module
 
 from benchmarks._common import options
 
-from . import (
-    _learning,
-    _links,
-    _minutes,
-    _predicted,
-    _printed,
-    _programs,
-    _timed,
-    _trainings,
-    _words,
-)
 from ._data import LABELS, ROOT, printed, written
 
 MADE = {name: partial(printed, name) for names in LABELS["printed"].values() for name in names}
-_MODULES = (
-    _learning,
-    _links,
-    _minutes,
-    _predicted,
-    _printed,
-    _programs,
-    _timed,
-    _trainings,
-    _words,
-)
+_MODULES = ("learning", "links", "minutes", "predicted", "printed", "programs")
+_MODULES += ("timed", "trainings", "words")
 MADE |= {
     name.removeprefix("table_"): function
     for module in _MODULES
-    for name, function in vars(module).items()
+    for name, function in vars(import_module(f"{__package__}._{module}")).items()
     if name.startswith("table_")
 }
 

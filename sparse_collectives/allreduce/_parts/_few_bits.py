@@ -124,7 +124,7 @@ def encode(values: jax.Array, exists: jax.Array, bits: int) -> tuple[jax.Array, 
     Returns:
       ``i32[r, words(c, bits)]`` and ``f32[r, c]``.
     """
-    slots, kept = values.shape[1], -(-values.shape[1] // 32)
+    slots = values.shape[1]
     # A CPU would pad again in each pass, with a comparison for each entry.
     values, used = (written(_padded, x) for x in (values, exists))
     magnitude, used = _in_blocks(jnp.where(used, jnp.abs(values), 0)), _in_blocks(used)
@@ -148,7 +148,8 @@ def encode(values: jax.Array, exists: jax.Array, bits: int) -> tuple[jax.Array, 
         is_largest = absolute - multiple * step > largest - absolute
         multiple = jnp.where(is_largest, most, multiple).astype(jnp.int32)
         code = jnp.where(values < 0, -multiple, multiple) + most
-    planes = _bits.pack_planes(code, bits).reshape(code.shape[0], bits, -1)[..., :kept]
+    planes = _bits.pack_planes(code, bits).reshape(code.shape[0], bits, -1)
+    planes = planes[..., : -(-slots // 32)]
     packed = _bits.pack(_upper_half(scales), _SCALE_BITS)
     message = jnp.concatenate([packed, planes.reshape(code.shape[0], -1)], axis=-1)
     return message, _values(code, scales, bits)[:, :slots]
