@@ -62,7 +62,7 @@ def common_among(axis: AxisName) -> Callable[[Any], bool]:
     same: zeros in the type of a gradient, for example. A result of a branch or a loop depends on
     those operands only from which it is made.
 
-    What was proven in one call is known in the next, since many leaves depend on the same values.
+    Calls share what they prove, since many leaves depend on the same values.
     After a call that returns False the function has no meaning.
     """
     proofs = [_Proof(name) for name in _compat.axis_names(axis)]
