@@ -78,15 +78,12 @@ def on_mesh(function, workers: int, *operands, axes: str = "flat"):
     return jax.jit(jax.shard_map(local, mesh=on, **specs, check_vma=False))(*operands)
 
 
-def assert_same_bits(prefix: str, mesh, workers: int, rounding: float = 0.0) -> None:
+def assert_same_bits(prefix: str, mesh, workers: int) -> None:
     """Every rank has the bits of its device; the names in its file begin with ``prefix``."""
     for rank, found in enumerate(ranks(workers)):
         expected = _cases.leaves(prefix, jax.tree.map(lambda x, rank=rank: x[rank], mesh))
         for name, array in expected.items():
             assert found[name].dtype == array.dtype, name
-            if rounding:
-                np.testing.assert_allclose(found[name], array, rtol=rounding, atol=rounding)
-                continue
             # As bytes, since -0.0 is not the same result as 0.0.
             assert found[name].tobytes() == array.tobytes(), (name, rank)
 
@@ -136,6 +133,11 @@ def test_allreduce_has_the_bits_of_the_mesh_and_loses_nothing(name, workers):
         assert len(np.unique(every[0][f"{name}['info']['words']"][1:])) >= 3
 
 
+@pytest.mark.skipif(
+    "--xla_cpu_max_isa=AVX" not in os.environ.get("XLA_FLAGS", "").split(),
+    reason="with fused multiply-adds XLA rounds the two programs differently; `make test-mpi` "
+    "compiles without them",
+)
 @pytest.mark.parametrize("name", list(_cases.TRAININGS))
 def test_training_has_the_bits_of_the_mesh(name):
     training = _cases.TRAININGS[name]
@@ -149,11 +151,8 @@ def test_training_has_the_bits_of_the_mesh(name):
     for batch in _cases.batches(name, workers):
         params, state, value = step(params, state, batch)
         losses.append(value)
-    # XLA fuses LAMB's arithmetic after the exchange, and the increment of sparse_adamw before it,
-    # in different ways in the two programs: one entry differed by a unit in the last place.
-    rounding = 1e-6 if "lamb" in name or name == "sparse_adamw" else 0.0
     for kind, tree in (("params", params), ("state", state), ("losses", losses)):
-        assert_same_bits(f"{name} {kind}", tree, workers, rounding)
+        assert_same_bits(f"{name} {kind}", tree, workers)
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(params))
     sparse = optax_ext.get_state(state)
     if sparse is not None:
