@@ -153,11 +153,14 @@ def pack(codes: jax.Array, bits: int) -> jax.Array:
 
 def unpack(words: jax.Array, bits: int) -> jax.Array:
     """Unpacks ``i32[..., w]`` to ``i32[..., w * (32 // bits)]``, the inverse of :func:`pack`."""
-    each = 32 // bits
+    return unpack_words(words, bits).reshape(*words.shape[:-1], words.shape[-1] * (32 // bits))
+
+
+def unpack_words(words: jax.Array, bits: int) -> jax.Array:
+    """The codes of each word, ``i32[..., w, 32 // bits]``."""
     codes = lax.bitcast_convert_type(words, jnp.uint32)[..., None]
     codes = codes >> _shifts(codes.ndim, bits)
-    codes = codes & jnp.uint32((1 << bits) - 1)
-    return codes.astype(jnp.int32).reshape(*words.shape[:-1], words.shape[-1] * each)
+    return (codes & jnp.uint32((1 << bits) - 1)).astype(jnp.int32)
 
 
 def pack_planes(codes: jax.Array, bits: int) -> jax.Array:

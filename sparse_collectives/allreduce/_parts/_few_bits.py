@@ -73,25 +73,31 @@ def sum_at(
       The total ``[P c]``, the same on every worker, and what this worker keeps.
     """
     workers, me = transport.axis_size(axis), transport.axis_index(axis)
-    slots, exists = indices.shape[1], indices < coo.size
-    # Unsigned, because jax tests for each signed index whether it counts from the end.
-    values = coo.to_dense() if acc is None else acc
-    held = values.at[indices.astype(jnp.uint32)].get(mode="fill", fill_value=0)
-    mine = _frame.within_range(held, workers).astype(jnp.float32)
-    message, arrives = encode(mine, exists, bits.up)
+    slots, dtype = indices.shape[1], coo.values.dtype
+    counts = jnp.sum(indices < coo.size, axis=1, dtype=jnp.int32)
+    # A CPU would gather and decode again in each loop that reads a value.
+    held = written(_held, coo.to_dense() if acc is None else acc, indices)
+    mine = _frame.within_range(held, workers)
+    message, arrives = encode(mine, counts, slots, bits.up)
     received = decode(transport.all_to_all(message, axis), slots, bits.up)
     # The owner's own value needs no code.
-    is_mine = (jnp.arange(workers, dtype=jnp.int32) == me)[:, None]
-    own = lax.dynamic_slice_in_dim(mine, me, 1)
+    is_mine = lax.broadcasted_iota(jnp.int32, (workers, 1, 1), 0) == me
+    own, count = (lax.dynamic_slice_in_dim(x, me, 1) for x in (mine, counts))
     sums = jnp.sum(jnp.where(is_mine, own, received), axis=0, keepdims=True)
-    exists_here = lax.dynamic_slice_in_dim(exists, me, 1)
-    answer, reaches_all = encode(jnp.where(exists_here, sums, 0), exists_here, bits.down)
+    sums = written(_up_to, sums, count)
+    answer, reaches_all = encode(sums, count, slots, bits.down)
+    error = written(jnp.subtract, sums, reaches_all)
     total = decode(transport.all_gather(answer[0], axis), slots, bits.down)
-    kept = held.astype(jnp.float32) - jnp.where(is_mine, own, arrives)
-    kept += jnp.where(is_mine, sums - reaches_all, 0)
-    # A sum that is not finite reaches all workers, and no worker keeps it.
-    kept = jnp.where(jnp.isfinite(total), kept, 0).astype(coo.values.dtype)
-    total = jnp.where(exists, total, 0).astype(coo.values.dtype)
+
+    def left(total: jax.Array, kept: jax.Array) -> jax.Array:
+        # A sum that is not finite reaches all workers, and no worker keeps it.
+        return _slots(jnp.where(jnp.isfinite(total), kept, 0), slots).astype(dtype)
+
+    def existing(total: jax.Array, indices: jax.Array) -> jax.Array:
+        return jnp.where(indices < coo.size, _slots(total, slots), 0).astype(dtype)
+
+    kept = written(left, total, held - jnp.where(is_mine, own - error, arrives))
+    total = written(existing, total, indices)
     flat, kept = indices.reshape(-1), kept.reshape(-1)
     rest, others = PaddedCOO(kept, flat, coo.size), []
     if acc is None:
@@ -113,60 +119,73 @@ def words(slots: int, bits: int) -> int:
     return -(-scales * _SCALE_BITS // 32) + bits * -(-slots // 32)
 
 
-def encode(values: jax.Array, exists: jax.Array, bits: int) -> tuple[jax.Array, jax.Array]:
-    """Codes of ``f32[r, c]``, and what they stand for.
+def encode(
+    values: jax.Array, counts: jax.Array, slots: int, bits: int
+) -> tuple[jax.Array, jax.Array]:
+    """Codes of the first slots of each row, and what they stand for.
 
     Args:
-      values: finite, or seen as not finite by all who decode their block.
-      exists: ``bool[r, c]``, False for padding, whose codes have no meaning.
+      values: ``f32[r, b, BLOCK]``, finite, or seen as not finite by all who decode their block.
+        Those from the count of a row on are zero, and their codes have no meaning.
+      counts: ``i32[r]``.
+      slots: a number that takes b blocks.
       bits: of a code.
 
     Returns:
-      ``i32[r, words(c, bits)]`` and ``f32[r, c]``.
+      ``i32[r, words(slots, bits)]`` and ``f32[r, b, BLOCK]``.
     """
-    slots = values.shape[1]
-    # A CPU would pad again in each pass, with a comparison for each entry.
-    values, used = (written(_padded, x) for x in (values, exists))
-    magnitude, used = _in_blocks(jnp.where(used, jnp.abs(values), 0)), _in_blocks(used)
-    scale = _mean(magnitude, used, slots)
+    starts = BLOCK * lax.broadcasted_iota(jnp.int32, values.shape[:2], 1)
+    count = jnp.clip(counts[:, None] - starts, 0, BLOCK).astype(jnp.float32)
+    magnitude = jnp.abs(values)
+    scale = _mean(magnitude, count, slots)
     if bits == 2:
         is_high = magnitude > scale[..., None]
-        low, high = (_mean(magnitude, used & side, slots) for side in (~is_high, is_high))
-        scales = jnp.concatenate([_rounded(low), _rounded(high)], axis=-1)
-        code = is_high.reshape(values.shape).astype(jnp.int32) | (_is_negative(values) << 1)
+        above = jnp.sum(is_high, axis=-1, dtype=jnp.int32).astype(jnp.float32)
+        low = _mean(jnp.where(is_high, 0, magnitude), count - above, slots)
+        high = _mean(jnp.where(is_high, magnitude, 0), above, slots)
+        scales = [_rounded(low), _rounded(high)]
+        code = is_high.astype(jnp.int32) | (_is_negative(values) << 1)
     elif bits == 1:
-        scales, code = _rounded(scale), _is_negative(values)
+        scales, code = [_rounded(scale)], _is_negative(values)
     else:
         most, largest = (1 << (bits - 1)) - 1, jnp.max(magnitude, axis=-1)
         step = _rounded(jnp.minimum(_MOST * scale, largest) / most)
-        largest = _rounded(largest)
-        scales = jnp.concatenate([step, largest], axis=-1)
-        step, largest = (_spread(x, values.shape[1]) for x in (step, largest))
-        absolute = jnp.abs(values)
-        multiple = jnp.round(absolute / jnp.where(step > 0, step, 1.0))
+        scales = [step, _rounded(largest)]
+        step, largest = (x[..., None] for x in scales)
+        multiple = jnp.round(magnitude / jnp.where(step > 0, step, 1.0))
         multiple = jnp.where(jnp.isnan(multiple), 0, jnp.minimum(multiple, most - 1))
-        is_largest = absolute - multiple * step > largest - absolute
+        is_largest = magnitude - multiple * step > largest - magnitude
         multiple = jnp.where(is_largest, most, multiple).astype(jnp.int32)
         code = jnp.where(values < 0, -multiple, multiple) + most
-    planes = _bits.pack_planes(code, bits).reshape(code.shape[0], bits, -1)
-    planes = planes[..., : -(-slots // 32)]
-    packed = _bits.pack(_upper_half(scales), _SCALE_BITS)
-    message = jnp.concatenate([packed, planes.reshape(code.shape[0], -1)], axis=-1)
-    return message, _values(code, scales, bits)[:, :slots]
+    rows = code.shape[0]
+    planes = _bits.pack_planes(code.reshape(rows, -1), bits).reshape(rows, bits, -1)
+    planes = planes[..., : -(-slots // 32)].reshape(rows, -1)
+    packed = _bits.pack(_upper_half(jnp.concatenate(scales, axis=-1)), _SCALE_BITS)
+    arrives = _values(code, [x[..., None] for x in scales], bits)
+    return jnp.concatenate([packed, planes], axis=-1), arrives
 
 
 def decode(message: jax.Array, slots: int, bits: int) -> jax.Array:
-    """What the codes of :func:`encode` stand for, ``f32[r, slots]``."""
-    count = _scales_of(slots, bits)
+    """What the codes of :func:`encode` stand for, ``f32[r, b, BLOCK]``."""
+    rows, count = message.shape[0], _scales_of(slots, bits)
     words_of_scales = -(-count * _SCALE_BITS // 32)
     halves = _bits.unpack(message[:, :words_of_scales], _SCALE_BITS)[:, :count]
     scales = lax.bitcast_convert_type(halves << _SCALE_BITS, jnp.float32)
-    return _values(_bits.unpack_planes(message[:, words_of_scales:], bits, slots), scales, bits)
+    planes = message[:, words_of_scales:].reshape(rows, bits, -1)
+
+    def decoded(planes: jax.Array, scales: jax.Array) -> jax.Array:
+        # A code for each bit of a word, so that a CPU divides no index.
+        planes = _bits.pad_to(planes, BLOCK // 32)
+        code = sum(_bits.unpack_words(planes[:, bit], 1) << bit for bit in range(bits))
+        each = jnp.split(scales, 1 if bits == 1 else 2, axis=-1)
+        each = [jnp.repeat(x, BLOCK // 32, axis=-1)[..., None] for x in each]
+        return _values(code, each, bits)
+
+    return written(decoded, planes, scales).reshape(rows, -1, BLOCK)
 
 
-def _values(code: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
-    parts = jnp.split(scales, 1 if bits == 1 else 2, axis=-1)
-    first, *second = (_spread(part, code.shape[1]) for part in parts)
+def _values(code: jax.Array, scales: list[jax.Array], bits: int) -> jax.Array:
+    first, *second = scales
     if bits > 2:
         most = (1 << (bits - 1)) - 1
         multiple = code - most
@@ -180,18 +199,21 @@ def _scales_of(slots: int, bits: int) -> int:
     return -(-slots // BLOCK) * (1 if bits == 1 else 2)
 
 
-def _mean(magnitude: jax.Array, where: jax.Array, slots: int) -> jax.Array:
-    """The mean ``f32[r, b]`` of ``f32[r, b, BLOCK]`` where ``where``, without far larger ones."""
-    count = jnp.maximum(1, jnp.sum(where, axis=-1, dtype=jnp.int32)).astype(jnp.float32)
+def _mean(magnitude: jax.Array, count: jax.Array, slots: int) -> jax.Array:
+    """The mean ``f32[r, b]`` of ``count`` of ``f32[r, b, BLOCK]``, without far larger ones.
+
+    All magnitudes but so many are zero.
+    """
     # In a short block an outlier has a large share of the mean.
     most = min(_MOST, max(1.25, slots / 4))
     # Each pass divides the share of a single outlier by this.
     octaves = math.log2(max(1.1, min(slots, BLOCK) / most))
+    share = BLOCK / jnp.maximum(count, 1)
 
     def mean(top: jax.Array) -> jax.Array:
-        counted = jnp.where(where, jnp.minimum(magnitude, top[..., None]), 0)
         # Divided first, because the sum may overflow.
-        return jnp.sum(counted / BLOCK, axis=-1) * (BLOCK / count)
+        counted = jnp.minimum(magnitude, top[..., None]) / BLOCK
+        return jnp.sum(counted, axis=-1) * share
 
     found = mean(jnp.full(count.shape, jnp.inf, jnp.float32))
     for _ in range(min(10, math.ceil(_OCTAVES / octaves))):
@@ -200,8 +222,8 @@ def _mean(magnitude: jax.Array, where: jax.Array, slots: int) -> jax.Array:
 
 
 def _is_negative(values: jax.Array) -> jax.Array:
-    """The sign bit, ``i32[r, c]``; a zero has either sign, so that zeros do not add up."""
-    odd = lax.broadcasted_iota(jnp.int32, values.shape, 1) & 1 > 0
+    """The sign bit, ``i32``; a zero has either sign, so that zeros do not add up."""
+    odd = lax.broadcasted_iota(jnp.int32, values.shape, values.ndim - 1) & 1 > 0
     return ((values < 0) | ((values == 0) & odd)).astype(jnp.int32)
 
 
@@ -213,15 +235,19 @@ def _upper_half(scale: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(scale, jnp.int32) >> _SCALE_BITS & 0xFFFF
 
 
-def _padded(x: jax.Array) -> jax.Array:
-    return _bits.pad_to(x, BLOCK)
+def _held(values: jax.Array, indices: jax.Array) -> jax.Array:
+    """The values at ``i32[r, c]`` in blocks, ``f32[r, b, BLOCK]``; 0 at padding."""
+    # Unsigned, because jax tests for each signed index whether it counts from the end.
+    indices = _bits.pad_to(indices, BLOCK, fill=values.shape[0]).astype(jnp.uint32)
+    held = values.at[indices].get(mode="fill", fill_value=0)
+    return held.astype(jnp.float32).reshape(indices.shape[0], -1, BLOCK)
 
 
-def _in_blocks(x: jax.Array) -> jax.Array:
-    return x.reshape(x.shape[0], -1, BLOCK)
+def _up_to(values: jax.Array, count: jax.Array) -> jax.Array:
+    """The values of the first ``count`` slots, and 0 in the others."""
+    block, lane = (lax.broadcasted_iota(jnp.int32, values.shape, axis) for axis in (1, 2))
+    return jnp.where(BLOCK * block + lane < count[:, None, None], values, 0)
 
 
-def _spread(x: jax.Array, slots: int) -> jax.Array:
-    """A number for each block, ``[r, b]``, as one for each slot, ``[r, slots]``."""
-    whole = jnp.broadcast_to(x[..., None], (*x.shape, BLOCK))
-    return whole.reshape(x.shape[0], -1)[:, :slots]
+def _slots(blocks: jax.Array, slots: int) -> jax.Array:
+    return blocks.reshape(blocks.shape[0], -1)[:, :slots]
