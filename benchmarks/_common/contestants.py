@@ -193,6 +193,9 @@ _EXCHANGES: dict[str, Make] = {
     "delayed(ok_topk)": _around_made(optax_ext.delayed, _OK_TOPK),
     "partitioned_topk": _AGREED,
     "partitioned_topk/few": _around(lambda density: allreduce.partitioned_topk(bits=None)),
+    "partitioned_topk, bits (1, 3)": _around(
+        lambda density: allreduce.partitioned_topk(bits=(1, 3))
+    ),
     "bucketed(partitioned_topk, 3)": _around_made(optax_ext.bucketed, _AGREED, 3),
     "delayed(partitioned_topk)": _around_made(optax_ext.delayed, _AGREED),
     "topk_a": _sparse(optax_ext.topk_a),
@@ -233,6 +236,9 @@ CONTESTANTS: dict[str, Contestant] = {
     "sparse_adamw, factors": _ADAMW._replace(make=_adamw(moments="factors")),
     "sparse_adamw, no step-ahead": _ADAMW._replace(make=_adamw(residual=optax_ext.residual())),
     "sparse_sgd": _SGD,
+    "sparse_sgd, bits (1, 3)": _SGD._replace(
+        make=_whole(optax_ext.sparse_sgd, lambda density: allreduce.partitioned_topk(bits=(1, 3)))
+    ),
     "sparse_sgd, ok_topk": Contestant(_whole(optax_ext.sparse_sgd, _exchange_of), whole=True),
     "ok_topk_sgd": Contestant(_whole(optax_ext.ok_topk_sgd), whole=True),
     "lamb, every worker": _lamb(lambda axis: optax.scale_by_trust_ratio()),

@@ -35,12 +35,15 @@ _NAMES += (
     "powersgd",
     "partitioned_topk",
     "partitioned_topk_few",
+    "partitioned_topk_1_3",
+    "sparse_adamw_1_3",
+    "sparse_sgd_1_3",
     "spardl",
-    "ssar_recursive_double",
 )
-_NAMES += ("ssar_split_allgather", "dsar_split_allgather")
+_NAMES += ("ssar_recursive_double", "ssar_split_allgather", "dsar_split_allgather")
 _ARE = {"dense": "dense/leaves", "ok_topk_reuse": "ok_topk/reuse/global32"}
 _ARE |= {"powersgd": "powersgd4", "partitioned_topk_few": "partitioned_topk/few"}
+_ARE |= {f"{name}_1_3": f"{name}, bits (1, 3)" for name in _NAMES if f"{name}_1_3" in _NAMES}
 STEPS = {name: find(_ARE.get(name, name)) for name in _NAMES}
 
 

@@ -108,7 +108,8 @@ def all_finite(tree: Any, axis: AxisName) -> jax.Array:
     Along other axes of a mapped function a device may hold a part of the leaves, and one word is
     exchanged; no message among the workers of ``axis``.
     """
-    finite = written(_are_finite, jax.tree.leaves(tree))
+    # Only the result is written: the entries would be, too, if they were operands.
+    finite = written(lambda finite: finite, _are_finite(jax.tree.leaves(tree)))
     others = () if _compat.is_communicator(axis) else _compat.other_mesh_axes(axis)
     if others and _compat.checks_varying(axis):
         others = tuple(name for name in others if name in _compat.varying_axes(finite))

@@ -185,7 +185,6 @@ _ROWS = (
         arguments=_fewer_bits,
         formula=flat.partitioned_topk(FEW),
         lossy=True,
-        planned=False,
     ),
     Algorithm(
         "shared_random", allreduce.shared_random, _density, flat.shared_random, full_sums=True

@@ -27,14 +27,23 @@ from sparse_collectives.planner._ways import (
 # 2 % of the words for the layers of VGG-16, with 14.7M and with 1M parameters.
 _MATRICES = 32
 _SECONDS, _PASSES = NUMBERS["optimizers"], NUMBERS["passes"]
-# Processor seconds for each parameter, and the step on a GPU. `sparse_sgd` is estimated by its
-# passes over n, and a dense AdamW in float16 is without the casts, which were not measured.
+# Messages of the sparse optimizers: the name of the exchange, and the argument for it.
+SUMS, CODES = "few bits", "1, 3 bits"
+_EXCHANGES = {
+    SUMS: ("partitioned_topk(few)", ""),
+    CODES: ("partitioned_topk(1, 3)", ", allreduce=sc.allreduce.partitioned_topk(bits=(1, 3))"),
+}
+_OF_SUMS = NUMBERS["few_bits"]["of_sums"]
+# `sparse_sgd` is estimated by its passes over n.
+_SPARSE = {"sparse_adamw": 1.0, "sparse_sgd": _PASSES["sparse_sgd"] / _PASSES["sparse_adamw"]}
+# Processor seconds for each parameter, and the step on a GPU. A dense AdamW in float16 is without
+# the casts, which were not measured.
 _WORK: dict[str, tuple[float, Program]] = {
-    "sparse_adamw": (_SECONDS["sparse_adamw"], PROGRAMS["sparse_adamw"]),
-    "sparse_sgd": (
-        _SECONDS["sparse_adamw"] * _PASSES["sparse_sgd"] / _PASSES["sparse_adamw"],
-        PROGRAMS["sparse_sgd"],
-    ),
+    **{
+        f"{name}, {messages}": (share * of_sums * _SECONDS["sparse_adamw"], PROGRAMS[name + kind])
+        for name, share in _SPARSE.items()
+        for messages, of_sums, kind in ((SUMS, 1.0, ""), (CODES, _OF_SUMS, "(1, 3)"))
+    },
     "powersgd": (_SECONDS["powersgd"], PROGRAMS["powersgd"].then(PROGRAMS["adamw"])),
     "dense": (_SECONDS["adamw"], PROGRAMS["dense"].then(PROGRAMS["adamw"])),
 }
@@ -45,10 +54,11 @@ class OptimizerPlan(NamedTuple):
 
     # Fastest first; ``codec`` says how the messages are encoded.
     predictions: tuple[Prediction, ...]
-    # ``sparse_adamw``, unless it is less than ``MARGIN`` times as fast as a dense AdamW.
+    # ``sparse_adamw`` with its default exchange, or with another one that is ``MARGIN`` times as
+    # fast; dense, if it is less than ``MARGIN`` times as fast as a dense AdamW.
     recommended: Prediction
-    # The step of the fastest dense AdamW divided by the step of ``sparse_adamw``; None if the
-    # latter is not among the predictions or nothing is exchanged.
+    # The step of the fastest dense AdamW divided by the step of this ``sparse_adamw``; None if
+    # there is none among the predictions or nothing is exchanged.
     ratio: float | None
     # AdamW after other exchanges, whose step is at most ``TIE`` times the recommended one.
     others: tuple[Prediction, ...]
@@ -65,23 +75,44 @@ def two_factors(workload: Workload) -> Estimate:
     return Estimate(each + each, each + each, each + each)
 
 
+def sparse(
+    name: str,
+    messages: str,
+    workload: Workload,
+    local: LocalCost,
+    *,
+    axis: str = "data",
+    every: int = 1,
+) -> Way:
+    """A sparse optimizer with messages of a kind, which exchanges after every H steps."""
+    exchange, more = _EXCHANGES[messages]
+    more = ("" if every == 1 else f", every={every}") + more
+    density = float(f"{workload.density:.6g}")
+    return Way(
+        name,
+        messages,
+        f'optax_ext.{name}(rate, density={density}, axis="{axis}"{more})',
+        predict(exchange, workload),
+        _work(f"{name}, {messages}", workload.size, local),
+        steps_of=exchange if name == "sparse_adamw" else None,
+        every=every,
+        exact=False,
+    )
+
+
+def _work(name: str, size: int, local: LocalCost) -> float:
+    cpu, gpu = _WORK[name]
+    if local.gpu:
+        return gpu.seconds(size)
+    return cpu * local.select / CPU.select * size * local.sharing
+
+
 def optimizers(workload: Workload, local: LocalCost) -> tuple[Way, ...]:
     """The optimizers that the planner offers, for a workload and a worker.
 
     The times of a core are scaled with the cost of selecting.
     """
-    size, density = workload.size, float(f"{workload.density:.6g}")
-    few = predict("partitioned_topk(few)", workload)
-
-    def work(name: str) -> float:
-        cpu, gpu = _WORK[name]
-        if local.gpu:
-            return gpu.seconds(size)
-        return cpu * local.select / CPU.select * size * local.sharing
-
-    def sparse(name: str, steps_of: str | None) -> Way:
-        code = f'optax_ext.{name}(rate, density={density}, axis="data")'
-        return Way(name, "few bits", code, few, work(name), steps_of, exact=False)
+    size = workload.size
 
     def dense(name: str, codec: str, exchange: str, words: int, dtype: str = "") -> Way:
         buckets = bucket_count(words) if exchange == "dense_bucketed" else 1
@@ -91,21 +122,20 @@ def optimizers(workload: Workload, local: LocalCost) -> tuple[Way, ...]:
             codec,
             f"optax.chain({made}, optax.adamw(rate))",
             _dense_cost(exchange, workload, words),
-            work("dense"),
+            _work("dense", size, local),
             steps_of="dense",
             buckets=buckets,
             exact=not dtype,
         )
 
     return (
-        sparse("sparse_adamw", steps_of="partitioned_topk(few)"),
-        sparse("sparse_sgd", steps_of=None),
+        *(sparse(name, messages, workload, local) for name in _SPARSE for messages in _EXCHANGES),
         Way(
             "powersgd(1), adamw",
             "factors",
             'optax.chain(optax_ext.powersgd(1, axis="data"), optax.adamw(rate))',
             two_factors(workload),
-            work("powersgd"),
+            _work("powersgd", size, local),
         ),
         # A word holds two values.
         dense(
@@ -140,7 +170,7 @@ def plan_optimizers(
     ways = [way for way in optimizers(workload, local) if way.exact or not exact]
     rows = fastest_first(ways, ways[-1], network, compute, steps)
     dense = next(row for row in rows if row.dense)
-    sparse = next((row for row in rows if row.name == "sparse_adamw"), None)
+    sparse = _by_default([row for row in rows if row.name == "sparse_adamw"])
     if dense.exchange <= 0:
         return OptimizerPlan(rows, dense, None, ())
     ratio = None if sparse is None else dense.to_loss / sparse.to_loss
@@ -152,3 +182,11 @@ def plan_optimizers(
         if row.to_loss <= TIE * chosen.to_loss
     )
     return OptimizerPlan(rows, chosen, ratio, others)
+
+
+def _by_default(rows: list[Prediction]) -> Prediction | None:
+    """The row with the default exchange, unless the fastest is ``MARGIN`` times as fast."""
+    if not rows:
+        return None
+    default = next((row for row in rows if row.codec == SUMS), rows[0])
+    return rows[0] if default.to_loss >= MARGIN * rows[0].to_loss else default

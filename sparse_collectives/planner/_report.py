@@ -149,6 +149,7 @@ def of_rounds(found: RoundPlan) -> str:
     columns: dict[str, Callable[[Round], str]] = {
         "H": lambda row: str(row.every),
         "density": lambda row: f"{row.density:g}",
+        "messages": lambda row: row.messages,
         "step ms": lambda row: f"{1e3 * row.prediction.step:,.1f}",
         "overlapped": lambda row: "" if row.every == 1 else f"{1e3 * row.overlapped:,.1f}",
         "exchange ms": lambda row: f"{1e3 * row.prediction.exchange:,.1f}",

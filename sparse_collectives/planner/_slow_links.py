@@ -12,7 +12,7 @@ from sparse_collectives import _validation
 from sparse_collectives.cost_model import Workload
 from sparse_collectives.cost_model._costs import BYTES_PER_WORD, Network
 from sparse_collectives.cost_model._numbers import NUMBERS
-from sparse_collectives.planner._optimizers import optimizers
+from sparse_collectives.planner._optimizers import CODES, SUMS, sparse
 from sparse_collectives.planner._ways import CPU, LocalCost, Prediction, predict_step
 
 # The largest share of a round to spend on waiting, before a round with a higher loss is better.
@@ -22,9 +22,10 @@ SHARE = 0.2
 class Round(NamedTuple):
     """An exchange after every H steps."""
 
-    # H, and the density of an exchange.
+    # H, the density of an exchange, and the encoding of its messages.
     every: int
     density: float
+    messages: str
     # Percent above the loss of dense AdamW, measured for a small model.
     above: float
     # Its times; a step is a mean over a round at whose end all workers wait.
@@ -40,7 +41,7 @@ class Round(NamedTuple):
 class RoundPlan(NamedTuple):
     """All rounds, and the choice."""
 
-    # By H, and the largest density first.
+    # By encoding and H, and the largest density first.
     rows: tuple[Round, ...]
     # The lowest loss of the rounds that wait for no more than ``SHARE`` of a round; if there is
     # none, the shortest ``overlapped``.
@@ -75,23 +76,27 @@ def plan_rounds(
             "exchange may take depends on it."
         )
 
-    def row(every: int, density: float, above: float) -> Round:
-        more = "" if every == 1 else f", every={every}"
-        code = f'optax_ext.sparse_adamw(rate, density={density:g}{more}, axis="site")'
-        adamw, *_ = optimizers(Workload(size, max(1, round(density * size)), workers), local)
-        found = predict_step(adamw._replace(code=code, every=every), network, compute)
+    def row(messages: str, every: int, density: float, above: float) -> Round:
+        load = Workload(size, max(1, round(density * size)), workers)
+        way = sparse("sparse_adamw", messages, load, local, axis="site", every=every)
+        found = predict_step(way, network, compute)
         busy = compute + found.local
         words = found.estimate.expected.words
         return Round(
             every,
             density,
+            messages,
             above,
             found,
             overlapped=found.step if every == 1 else max(busy, found.exchange / every),
             needed=8 * BYTES_PER_WORD * words / (every * busy),
         )
 
-    rows = tuple(row(*known) for known in NUMBERS["rounds"]["above_dense"])
+    rows = tuple(
+        row(messages, *known)
+        for messages, name in ((SUMS, "few_bits"), (CODES, "one_and_three"))
+        for known in NUMBERS["rounds"][name]
+    )
     busy = compute + rows[0].prediction.local
     patient = [row for row in rows if row.prediction.step <= busy / (1 - SHARE)]
     if patient:

@@ -22,6 +22,7 @@ from tools.tables._links import speedups
 DATA = Path(__file__).parents[2] / "docs" / "data"
 N, WORKERS = 14_700_000, 4
 NET = network("100us", "1Gbit")
+SUMS = ("sparse_adamw", "few bits")
 
 
 @pytest.mark.parametrize(
@@ -37,6 +38,28 @@ def test_local_work_is_what_was_measured(method, name):
                 of_runs.append(statistics.median(row["cpu_seconds"]) / N)
     measured = pytest.approx(statistics.median(of_runs), abs=6e-12)
     assert NUMBERS["optimizers"][name] == measured
+
+
+def test_work_with_codes_is_what_was_measured_beside_sums():
+    rows = json.loads((DATA / "few_bits_over_links.json").read_text(encoding="utf-8"))["points"]
+    seconds = {
+        row["method"]: statistics.median(row["cpu_seconds"])
+        for row in rows
+        if row["link"] == "1gbit"
+    }
+    ratio = seconds["sparse_adamw, bits (1, 3)"] / seconds["sparse_adamw"]
+    assert NUMBERS["few_bits"]["of_sums"] == pytest.approx(ratio, abs=0.005)
+
+
+def test_codes_are_recommended_where_they_are_clearly_faster():
+    load = Workload(N, N // 20, WORKERS)
+    fast, slow = (
+        _optimizers.plan_optimizers(load, network("100us", x)) for x in ("2Gbit", "20Mbit")
+    )
+    assert [x.recommended.codec for x in (fast, slow)] == ["few bits", "1, 3 bits"]
+    assert "bits=(1, 3)" in slow.recommended.code
+    # The other one is named, where its step is no longer.
+    assert "1, 3 bits" in {row.codec for row in fast.others if row.name == "sparse_adamw"}
 
 
 # Runs of one method differ (sparse_adamw: 3.50 to 4.00 times dense), and the model's median error
@@ -77,7 +100,7 @@ WAYS = _optimizers.optimizers(Workload(10**7, 10**7 // 4, WORKERS), CPU)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way.name}, {way.codec}")
 @pytest.mark.one_in(3)
 def test_code_of_each_optimizer_steps(way):
-    tx = eval(way.code, {"optax": optax, "optax_ext": optax_ext, "rate": 0.1})
+    tx = eval(way.code, {"optax": optax, "optax_ext": optax_ext, "sc": sc, "rate": 0.1})
     params = {"w": jnp.ones((4, 4)), "b": jnp.ones(4)}
 
     def step(gradients):
@@ -100,7 +123,9 @@ def test_words_and_steps_to_the_same_loss_are_those_of_the_exchange():
     assert {row.name for row in found.predictions} == {
         *("sparse_adamw", "dense, adamw", "dense_bucketed, adamw")
     }
-    assert found.ratio == pytest.approx(plain.ratio / 2)
+    dense = next(row for row in plain.predictions if row.dense)
+    few = next(row for row in plain.predictions if (row.name, row.codec) == SUMS)
+    assert found.ratio == pytest.approx(dense.to_loss / few.to_loss / 2)
     alone = _optimizers.plan_optimizers(Workload(1000, 50, 1), NET)
     assert alone.recommended.dense
     assert alone.others == ()

@@ -14,6 +14,11 @@ from tests.sparse_collectives.test_planner_command import fails
 from tools.tables._learning import losses_by_bytes
 
 SIZE, WORKERS = 10_000_000, 4
+# Their exchanges, and a step as a share of one with the first.
+OF_MESSAGES = {
+    "few bits": ("partitioned_topk(few)", 1.0),
+    "1, 3 bits": ("partitioned_topk(1, 3)", NUMBERS["few_bits"]["of_sums"]),
+}
 
 
 def planned(latency, bandwidth, compute=0.5, size=SIZE, **given):
@@ -23,11 +28,12 @@ def planned(latency, bandwidth, compute=0.5, size=SIZE, **given):
 
 def test_rounds_wait_for_their_share_of_an_exchange():
     network = sc.cost_model.network(0.05, 12.5e6)
-    busy = 0.5 + NUMBERS["optimizers"]["sparse_adamw"] * SIZE
     for row in planned(0.05, 12.5e6).rows:
+        name, share = OF_MESSAGES[row.messages]
+        busy = 0.5 + share * NUMBERS["optimizers"]["sparse_adamw"] * SIZE
         workload = sc.cost_model.Workload(SIZE, round(row.density * SIZE), WORKERS)
         cost, found = (
-            sc.cost_model.predict("partitioned_topk(few)", workload).expected,
+            sc.cost_model.predict(name, workload).expected,
             row.prediction,
         )
         assert found.estimate.expected == cost
@@ -52,7 +58,8 @@ def test_rounds_on_a_gpu_are_counted():
         (1e-4, 125e6, 1, False, "bytes"),
         (0.05, 125e6, 10, False, "latency"),
         (0.2, 125e6, 10, False, "latency"),
-        (0.1, 1e5, 30, True, "bytes"),
+        (0.1, 1e5, 30, False, "bytes"),
+        (0.1, 3e4, 30, True, "bytes"),
     ],
 )
 def test_rounds_are_longer_the_slower_the_link(latency, bandwidth, every, overlaps, decides):
@@ -69,10 +76,12 @@ def test_rounds_are_longer_the_slower_the_link(latency, bandwidth, every, overla
 def test_losses_of_rounds_are_those_that_were_measured():
     dense, *others = losses_by_bytes(128)
     shown = {one.shown: statistics.mean(one.above(dense)) for one in others}
-    for every, density, percent in NUMBERS["rounds"]["above_dense"]:
-        rounds = "`sparse_adamw`" if every == 1 else f"`every={every}`"
-        above = shown[f"{rounds}, {100 * density:g} %"]
-        assert percent == pytest.approx(above, abs=0.05)
+    for messages, rows in NUMBERS["rounds"].items():
+        for every, density, percent in rows:
+            parts = [f"`every={every}`"] if every > 1 else []
+            parts += ["`bits=(1, 3)`"] if messages == "one_and_three" else []
+            name = ", ".join([*(parts or ["`sparse_adamw`"]), f"{100 * density:g} %"])
+            assert percent == pytest.approx(shown[name], abs=0.05)
 
 
 USUAL = "--params 124M --workers 4 --latency 50ms --bandwidth 100Mbit --compute 500ms"

@@ -2,7 +2,7 @@
 
 from sparse_collectives import cost_model
 from sparse_collectives.planner import plan as plan_exchanges
-from sparse_collectives.planner._optimizers import plan_optimizers
+from sparse_collectives.planner._optimizers import CODES, plan_optimizers
 from sparse_collectives.planner._slow_links import plan_rounds
 from sparse_collectives.planner._ways import CPU, GPU
 
@@ -77,7 +77,8 @@ def table_rounds_by_link() -> Rows:
             plan = plan_rounds(124_000_000, 4, net, compute=0.5, local=GPU)
             chosen = plan.recommended
             rounds = f", every={chosen.every}" if chosen.every > 1 else ""
+            bits = ", `bits=(1, 3)`" if chosen.messages == CODES else ""
             overlapped = ", overlapped" if plan.overlaps else ""
-            cells.append(f"`density={chosen.density:g}{rounds}`{overlapped}")
+            cells.append(f"`density={chosen.density:g}{rounds}`{bits}{overlapped}")
         rows.append([latency.replace("ms", " ms"), *cells])
     return rows
