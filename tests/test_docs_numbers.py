@@ -81,6 +81,7 @@ def test_the_steps_to_the_option_files_are_those_of_the_stored_runs():
     doubling = mean(contestant="dense", steps=1000) - mean(seeds, contestant="dense")
     names = {
         ("partitioned_topk(few)", 0.05): "sparse_adamw",
+        ("partitioned_topk(1, 3)", 0.05): "sparse_adamw bits=[1, 3]",
         ("partitioned_topk(few)", 0.01): "sparse_adamw density=0.01",
         ("ok_topk", 0.01): "sparse_adamw, ok_topk",
     }

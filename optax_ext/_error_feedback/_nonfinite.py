@@ -108,7 +108,7 @@ def all_finite(tree: Any, axis: AxisName) -> jax.Array:
     Along other axes of a mapped function a device may hold a part of the leaves, and one word is
     exchanged; no message among the workers of ``axis``.
     """
-    # Only the result is written: the entries would be, too, if they were operands.
+    # Only the result is written. As operands, the entries would be written first.
     finite = written(lambda finite: finite, _are_finite(jax.tree.leaves(tree)))
     others = () if _compat.is_communicator(axis) else _compat.other_mesh_axes(axis)
     if others and _compat.checks_varying(axis):

@@ -42,6 +42,9 @@ REDUCTIONS = {
     "partitioned_topk": lambda: optax_ext.sparse_allreduce(
         select.topk(density=DENSITY), allreduce.partitioned_topk(bits=None), axis="data"
     ),
+    "codes": lambda: optax_ext.sparse_allreduce(
+        select.topk(density=DENSITY), allreduce.partitioned_topk(bits=(1, 3)), axis="data"
+    ),
     "dense": lambda: optax_ext.dense(axis="data"),
 }
 

@@ -40,7 +40,7 @@ ALWAYS = [
     ("modules", "modules", {}),
     ("refuse", "refuse", {}),
 ]
-FEW = [*trainings(["ok_topk"], 50), *trainings(["topk_a", "narrow8"], 10), *ALWAYS]
+FEW = [*trainings(["ok_topk"], 50), *trainings(["topk_a", "narrow8", "codes"], 10), *ALWAYS]
 ALL = [*trainings(_cases.REDUCTIONS, 20), *ALWAYS]
 
 

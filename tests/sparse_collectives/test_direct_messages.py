@@ -9,6 +9,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import optax_ext
+import sparse_collectives as sc
 from sparse_collectives import transport
 from sparse_collectives.transport import _direct
 from tests.programs import direct_messages
@@ -118,16 +119,17 @@ def test_direct_messages_under_pmap_and_simulated():
         np.testing.assert_array_equal(total, jnp.broadcast_to(x.sum(0), (WORKERS, 5)))
 
 
-@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize(("every", "bits"), [(1, None), (3, None), (1, (1, 3)), (3, (1, 3))])
 @pytest.mark.one_in(2)
-def test_direct_messages_give_a_training_the_same_bits(mesh, every):
-    """The sums of `partitioned_topk` in few bits are integers, so their order does not matter."""
+def test_direct_messages_give_a_training_the_same_bits(mesh, every, bits):
+    """Sums of integers have no order, and the owner of an index adds codes in its own."""
     params = {"w": jnp.ones((32, 16))}
     x = jax.random.normal(jax.random.key(0), (8, 32))
     ended = {}
     for use in (False, True):
         with direct_messages(use):
-            tx = optax_ext.sparse_adamw(0.01, axis="data", every=every)
+            exchange = sc.allreduce.partitioned_topk(bits=bits)
+            tx = optax_ext.sparse_adamw(0.01, axis="data", every=every, allreduce=exchange)
             step = optax_ext.make_train_step(lambda p, x: jnp.mean((x @ p["w"]) ** 2), tx, mesh)
             state = jax.tree.map(jnp.copy, optax_ext.init_state(tx, params, mesh))
             mine = jax.tree.map(jnp.copy, params)

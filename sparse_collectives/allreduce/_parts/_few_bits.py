@@ -16,7 +16,9 @@ since it would make all others too large, or round them to 0. It waits for the s
 worker owns the index: then it is in the sum as it is, and arrives as the largest code.
 """
 
+import functools
 import math
+import operator
 from typing import NamedTuple
 
 import jax
@@ -176,10 +178,11 @@ def decode(message: jax.Array, slots: int, bits: int) -> jax.Array:
     def decoded(planes: jax.Array, scales: jax.Array) -> jax.Array:
         # A code for each bit of a word, so that a CPU divides no index.
         planes = _bits.pad_to(planes, BLOCK // 32)
-        code = sum(_bits.unpack_words(planes[:, bit], 1) << bit for bit in range(bits))
-        each = jnp.split(scales, 1 if bits == 1 else 2, axis=-1)
-        each = [jnp.repeat(x, BLOCK // 32, axis=-1)[..., None] for x in each]
-        return _values(code, each, bits)
+        each = (_bits.unpack_words(planes[:, bit], 1) << bit for bit in range(bits))
+        code = functools.reduce(operator.or_, each)
+        parts = jnp.split(scales, 1 if bits == 1 else 2, axis=-1)
+        parts = [jnp.repeat(x, BLOCK // 32, axis=-1)[..., None] for x in parts]
+        return _values(code, parts, bits)
 
     return written(decoded, planes, scales).reshape(rows, -1, BLOCK)
 
