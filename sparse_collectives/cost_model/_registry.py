@@ -44,6 +44,8 @@ class Algorithm(NamedTuple):
         does, and None if the algorithm chooses the entries that it delivers.
       wide: whether it sums float64 to the precision of float64.
       planned: whether the planner offers it.
+      finer: the row of the same exchange that rounds less. The planner prefers it, unless it is
+        clearly slower.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Algorithm(NamedTuple):
     room: Mapping[str, float] | None = None
     wide: bool = False
     planned: bool = True
+    finer: str | None = None
 
     @property
     def gpu(self) -> Program | None:
@@ -185,6 +188,7 @@ _ROWS = (
         arguments=_fewer_bits,
         formula=flat.partitioned_topk(FEW),
         lossy=True,
+        finer="partitioned_topk(few)",
     ),
     Algorithm(
         "shared_random", allreduce.shared_random, _density, flat.shared_random, full_sums=True

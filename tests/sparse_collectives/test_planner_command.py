@@ -152,8 +152,9 @@ def test_steps_from_a_file_and_as_measured(tmp_path, capsys):
     assert "Use gtopk" in text
     call[call.index("0.01")] = "0.05"
     text = run(capsys, *call, "--same-loss")
-    assert "Use partitioned_topk(few)" in text
-    assert f"{_option_files.MEASURED['partitioned_topk(few)'][8, 0.05]:.2f}x" in text
+    assert "Use partitioned_topk(1, 3)" in text
+    for name in ("partitioned_topk(few)", "partitioned_topk(1, 3)"):
+        assert f"{_option_files.MEASURED[name][8, 0.05]:.2f}x" in text
     assert "left out, without a number of steps: topk_a" in text
     for content, error in (("[1]", "must hold an object"), ("{", "is no JSON")):
         file.write_text(content)
