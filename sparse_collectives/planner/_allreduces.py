@@ -15,6 +15,7 @@ from sparse_collectives.planner._ways import (
     Prediction,
     Way,
     fastest_first,
+    unless_clearly_slower,
 )
 
 
@@ -136,9 +137,9 @@ def _recommend(predictions: Sequence[Prediction]) -> tuple[Prediction, str]:
         return dense, "there is no sparse algorithm to compare with"
     if dense.exchange <= 0:
         return dense, "one worker exchanges nothing"
-    finer = [row for row in predictions if row.name == ALGORITHMS[sparse.name].finer]
-    if finer and finer[0].to_loss < MARGIN * sparse.to_loss:
-        sparse = finer[0]
+    name = ALGORITHMS[sparse.name].finer
+    finer = next((row for row in predictions if row.name == name), None)
+    sparse = unless_clearly_slower(finer, sparse)
     ratio = dense.to_loss / sparse.to_loss
     if ratio >= MARGIN:
         return sparse, f"{ratio:.2f} times as fast as {dense.name}"

@@ -21,6 +21,7 @@ from sparse_collectives.planner._ways import (
     Prediction,
     Way,
     fastest_first,
+    unless_clearly_slower,
 )
 
 # The words of PowerSGD depend on the shapes. With n in this many square matrices they are within
@@ -170,7 +171,10 @@ def plan_optimizers(
     ways = [way for way in optimizers(workload, local) if way.exact or not exact]
     rows = fastest_first(ways, ways[-1], network, compute, steps)
     dense = next(row for row in rows if row.dense)
-    sparse = _by_default([row for row in rows if row.name == "sparse_adamw"])
+    sparse = next((row for row in rows if row.name == "sparse_adamw"), None)
+    if sparse is not None:
+        of_sums = (row for row in rows if (row.name, row.codec) == (sparse.name, SUMS))
+        sparse = unless_clearly_slower(next(of_sums, None), sparse)
     if dense.exchange <= 0:
         return OptimizerPlan(rows, dense, None, ())
     ratio = None if sparse is None else dense.to_loss / sparse.to_loss
@@ -182,11 +186,3 @@ def plan_optimizers(
         if row.to_loss <= TIE * chosen.to_loss
     )
     return OptimizerPlan(rows, chosen, ratio, others)
-
-
-def _by_default(rows: list[Prediction]) -> Prediction | None:
-    """The row with the default exchange, unless the fastest is ``MARGIN`` times as fast."""
-    if not rows:
-        return None
-    default = next((row for row in rows if row.codec == SUMS), rows[0])
-    return rows[0] if default.to_loss >= MARGIN * rows[0].to_loss else default

@@ -133,6 +133,13 @@ def predict_step(
     )
 
 
+def unless_clearly_slower(finer: Prediction | None, fastest: Prediction) -> Prediction:
+    """A form that rounds less, or the fastest one if that is ``MARGIN`` times as fast."""
+    if finer is not None and finer.to_loss < MARGIN * fastest.to_loss:
+        return finer
+    return fastest
+
+
 def fastest_first(
     ways: Iterable[Way],
     base: Way,

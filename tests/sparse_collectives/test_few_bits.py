@@ -109,6 +109,24 @@ def test_one_huge_entry_neither_waits_nor_starves_its_neighbors(bits):
     assert np.abs(residual).max() < 1e3
 
 
+def test_empty_slots_change_no_scale():
+    """Codes of empty slots would make the mean of a block with few entries far too large."""
+    size, slots, entries = 1000, 256, 20
+    indices = np.full((2, slots), size, np.int32)
+    indices[:, :entries] = np.arange(2 * entries).reshape(2, entries)
+    acc = np.zeros((2, size), np.float32)
+    acc[:, : 2 * entries] = 1
+    acc[0, 0] = acc[1, entries] = 1000  # of the owners, exact in the sums
+
+    def step(acc):
+        coo = sc.PaddedCOO(jnp.zeros((1,)), jnp.full((1,), size, jnp.int32), size)
+        return _few_bits.sum_at(jnp.asarray(indices), acc, coo, "w", _few_bits.FEW)[0].to_dense()
+
+    total = np.asarray(sc.simulate(step, axis="w", axis_size=2)(jnp.asarray(acc))[0])
+    ordinary = np.delete(total[: 2 * entries], [0, entries])
+    assert (ordinary > 0.5).all()
+
+
 # With 256 workers and lower densities a worker has so few entries that scales and whole words show.
 @pytest.mark.parametrize(
     ("workers", "density"),
