@@ -8,6 +8,7 @@ from optax_ext._optimizers._adamw import sparse_adamw
 from optax_ext._optimizers._local_adam import scale_by_local_adam
 from optax_ext._optimizers._ok_topk_sgd import ok_topk_sgd
 from optax_ext._optimizers._sgd import sparse_sgd
+from optax_ext._optimizers._sparse_optimizer import sparse_optimizer
 from optax_ext._state._checkpoint import abstract_state, check_metadata, checkpoint_metadata
 from optax_ext._state._consolidate import consolidate
 from optax_ext._state._find import get_info, get_state
@@ -30,6 +31,7 @@ from optax_ext._transforms._low_rank import acp_sgd, powersgd
 from optax_ext._transforms._momentum_correction import momentum_correction
 from optax_ext._transforms._multi_steps import multi_steps
 from optax_ext._transforms._ok_topk import ok_topk
+from optax_ext._transforms._quantized import quantized
 from optax_ext._transforms._residual import residual
 from optax_ext._transforms._small_leaves import small_leaves
 from optax_ext._transforms._sparse_allreduce import sparse_allreduce
@@ -71,12 +73,14 @@ __all__ = [
     "ok_topk_sgd",
     "powersgd",
     "published",
+    "quantized",
     "reshard",
     "residual",
     "scale_by_local_adam",
     "small_leaves",
     "sparse_adamw",
     "sparse_allreduce",
+    "sparse_optimizer",
     "sparse_sgd",
     "state_specs",
     "topk_a",

@@ -115,25 +115,24 @@ def sparse_adamw(
       >>> [round(float(x), 3) for x in params["w"]]
       [0.9, -2.0]
     """
-    density = _rates.DENSITY if density is None else density
-    steps = _options.check_every(every)
-    rate = _rates.in_front(learning_rate, gain, axis, steps)
+    _options.check_learning_rate(learning_rate)
     scaled = scale_by_local_adam(b2, eps, moments=moments)
-    b1 = _rates.first_moment(b1, steps, moments)
+    b1 = _rates.first_moment(b1, _options.check_every(every), moments)
     if b1 is not None:
         # optax before 0.2.6 declares floats, but arrays (of inject_hyperparams) work as well.
         scaled = cast(Any, optax.scale_by_adam)(b1, b2, at_least(eps))
     return _whole.whole(
-        optax.chain(scaled, rate),
+        scaled,
         learning_rate,
         density,
         axis=axis,
         weight_decay=weight_decay,
         mask=mask,
+        gain=gain,
+        limit=limit,
         selector=selector,
         allreduce=allreduce,
         elementwise=moments == "entries",
         every=every,
         **options,
-        limit=_rates.limit_of(limit, learning_rate, density, steps),
     )

@@ -7,7 +7,7 @@ import optax
 
 from optax_ext._error_feedback._momentum_correction import MomentumCorrection
 from optax_ext._error_feedback._options import FeedbackOptions, takes
-from optax_ext._optimizers import _rates, _whole
+from optax_ext._optimizers import _whole
 from optax_ext._optimizers._arguments import rate_alone
 from sparse_collectives import AxisName, Selector, SparseAllreduce
 
@@ -75,12 +75,14 @@ def sparse_sgd(
       [1.0, -1.8]
     """
     return _whole.whole(
-        _rates.in_front(learning_rate, 1.0, axis),
+        optax.identity(),
         learning_rate,
-        _rates.DENSITY if density is None else density,
+        density,
         axis=axis,
         weight_decay=weight_decay,
         mask=mask,
+        gain=1.0,
+        limit=None,
         every=every,
         selector=selector,
         allreduce=allreduce,

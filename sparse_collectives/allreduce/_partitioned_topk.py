@@ -248,9 +248,8 @@ def _fewest(workers: int) -> int:
 
 def _checked(bits: Any) -> int | FewBits | None:
     if isinstance(bits, tuple | list):
-        found = tuple(bits)
-        if len(found) == 2 and found[0] in range(1, 9) and found[1] in range(3, 9):
-            return FewBits(*found)
+        if pair := _few_bits.checked(bits):
+            return pair
     elif bits in (EXACT, *NARROW, None) and not isinstance(bits, bool):
         return bits
     raise ValueError(

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from sparse_collectives.allreduce import _partitioned_topk
 from sparse_collectives.allreduce._ok_topk import _plan
-from sparse_collectives.allreduce._parts import _few_bits, _slots, _sums
+from sparse_collectives.allreduce._parts import _codes, _slots, _sums
 from sparse_collectives.allreduce._parts._few_bits import FewBits
 from sparse_collectives.cost_model._codecs import MessageSizes, codec_sizes
 from sparse_collectives.cost_model._costs import Cost, Estimate, Workload, certain, log2_rounds
@@ -206,7 +206,7 @@ def partitioned_topk(bits: int | FewBits | None) -> Formula:
         slots = plan.slots
         indices = _all_gather(plan.message_words, w.workers)
         if isinstance(plan.bits, FewBits):
-            up, down = (_few_bits.words(slots, each) for each in plan.bits)
+            up, down = (_codes.words(slots, each) for each in plan.bits)
             values = _all_to_all(up, w.workers, slots) + _all_gather(down, w.workers, slots)
         else:
             values = _even(2 * log2_rounds(w.workers), plan.value_words, slots * w.workers)

@@ -121,7 +121,7 @@ class Configuration:
     data: str  # the kind of gradients
     seed: int
     keeps_others: bool  # whether a worker may keep parts of others' entries
-    low_rank: bool  # whether products of factors are exchanged
+    products: bool  # whether products of factors are exchanged, or of codes and units
     tied: dict[str, str]  # leaves that are the array of another one, by name
 
     @property
@@ -167,9 +167,12 @@ LIMITS: dict[str, Any] = {
     "of 0.3": 0.3,
     "that falls": lambda count: 1.0 / (1.0 + count.astype(jnp.float32)),
 }
-LOW_RANK: dict[str, Callable[..., optax.GradientTransformation]] = {
+# Without a selector and an allreduce.
+WITHOUT: dict[str, Callable[..., optax.GradientTransformation]] = {
     "powersgd(1)": functools.partial(optax_ext.powersgd, 1),
     "acp_sgd(2)": functools.partial(optax_ext.acp_sgd, 2),
+    "quantized((1, 3))": functools.partial(optax_ext.quantized, (1, 3)),
+    "quantized((2, 4))": optax_ext.quantized,
 }
 # The number of mini-steps for each exchange.
 MINI_STEPS = 2
@@ -220,7 +223,7 @@ def configurations(draw: Any, *, of_parts: bool = False) -> Configuration:
         momentum, decay = None, 1.0
     dense_steps = one_of("no", *DENSE_STEPS)
     dense_leaves = None if of_parts else one_of(None, "small")
-    low_rank = None if of_parts else one_of(*[None] * 7, *LOW_RANK)
+    without = None if of_parts else one_of(*[None] * 10, *WITHOUT)
     limit = one_of(None, None, *LIMITS)
     around = "nothing" if of_parts else one_of(*["nothing"] * 5, *AROUND)
     every = one_of(1, 1, 1, 2, 3)
@@ -234,7 +237,7 @@ def configurations(draw: Any, *, of_parts: bool = False) -> Configuration:
         "residual": optax_ext.residual(jnp.bfloat16 if narrow else jnp.float32, decay=decay),
         "dense_steps": DENSE_STEPS[dense_steps],
     }
-    if low_rank is not None:
+    if without is not None:
         limit = momentum = None
         every = 1
     if every > 1:
@@ -248,8 +251,8 @@ def configurations(draw: Any, *, of_parts: bool = False) -> Configuration:
     if dense_leaves is not None:
         options["dense_leaves"] = optax_ext.small_leaves(min_size=20, min_ndim=1)
     leaves = zip(sorted(TREES[tree]), DTYPES[dtypes])
-    if low_rank is not None:
-        what, tx = low_rank, LOW_RANK[low_rank](**options)
+    if without is not None:
+        what, tx = without, WITHOUT[without](**options)
     else:
         chosen = SELECTORS[selector](density)
         what = f"{chosen.spec} -> {exchange.spec} as {name}"
@@ -275,8 +278,8 @@ def configurations(draw: Any, *, of_parts: bool = False) -> Configuration:
         nesterov=nesterov,
         data=data,
         seed=seed,
-        keeps_others=low_rank is None and exchange.may_keep_partial_sums,
-        low_rank=low_rank is not None,
+        keeps_others=without is None and exchange.may_keep_partial_sums,
+        products=without is not None,
         tied=tied,
     )
 

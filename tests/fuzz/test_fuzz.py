@@ -279,8 +279,9 @@ def check_conserved(
     if not configuration.is_due(before.count[0]):
         assert not delivered.any(), "a step without an exchange has an update"
     magnitude = np.abs(acc).sum(axis=0) + np.abs(kept).sum(axis=0) + workers * np.abs(delivered)
-    if configuration.low_rank:
-        # The products of an entry's factors may cancel; each is at most as large as its row.
+    if configuration.products:
+        # The products of an entry's factors may cancel; each is at most as large as its row. What
+        # workers send of an entry in codes may cancel as well.
         spread = spread + magnitude.max()
     # Half an ulp for each addition on the way, and arithmetic that flushes subnormals.
     allowed = (2 * workers + 8) * (2.0**-24 * (magnitude + spread) + _TINY)

@@ -31,6 +31,7 @@ REDUCE: dict[str, Any] = {
         0.3, axis="data", nonfinite=policy, dense_leaves=optax_ext.small_leaves(min_size=20)
     ),
     "powersgd": lambda policy: optax_ext.powersgd(1, axis="data", nonfinite=policy),
+    "quantized": lambda policy: optax_ext.quantized(axis="data", nonfinite=policy),
     "bucketed": lambda policy: optax_ext.bucketed(
         optax_ext.ok_topk(0.3, axis="data", nonfinite=policy), 2
     ),

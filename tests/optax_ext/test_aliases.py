@@ -139,6 +139,7 @@ TAKEN = {
     "ok_topk_sgd": (COMMON | {"correction"}, {"learning_rate": 0.1, **SOME_DENSITY}),
     "powersgd": (LOCAL, {"rank": 1}),
     "acp_sgd": (LOCAL, {"rank": 1}),
+    "quantized": (LOCAL, {}),
     "dgc": (LOCAL, SOME_DENSITY),
     "ok_topk": (SPARSE | {"slack", "codec"}, SOME_DENSITY),
     "topk_a": (SPARSE, SOME_DENSITY),

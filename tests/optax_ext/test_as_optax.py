@@ -21,6 +21,7 @@ MAKERS = {
     "ok_topk_sgd": lambda **o: optax_ext.ok_topk_sgd(0.1, density=0.5, axis="data", **o),
     "chain": lambda **o: optax.chain(optax_ext.ok_topk(0.5, axis="data", **o), optax.adam(0.1)),
     "powersgd": lambda **o: optax.chain(optax_ext.powersgd(1, axis="data", **o), optax.sgd(0.1)),
+    "quantized": lambda **o: optax.chain(optax_ext.quantized(axis="data", **o), optax.lion(0.1)),
     "dense": lambda: optax.chain(optax_ext.dense(axis="data"), optax.adamw(0.1)),
     "multi_steps": lambda **o: optax_ext.multi_steps(optax_ext.sparse_sgd(0.1, axis="data"), 2),
 }
@@ -165,7 +166,7 @@ def test_extra_arguments_reach_what_is_local_and_what_is_behind(name, workers):
 
         return optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
 
-    takes_local = name in ("chain", "powersgd")
+    takes_local = name in ("chain", "powersgd", "quantized")
     options = {"local": spy("local")} if takes_local else {}
     tx = optax.chain(MAKERS[name](**options), spy("behind"))
 

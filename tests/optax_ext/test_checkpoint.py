@@ -69,8 +69,12 @@ SAVED, LOW = transformation(), transformation(2, optax_ext.acp_sgd)
         LOW,
         slow(transformation(2, optax_ext.powersgd)),
         slow(optax_ext.sparse_adamw(0.1, axis="data", moments="factors")),
+        slow(optax.chain(optax_ext.quantized(axis="data"), optax.sgd(0.1))),
     ],
-    ids=["threshold_reuse", "adtopk", "momentum correction", "acp_sgd", "powersgd", "factors"],
+    ids=[
+        *("threshold_reuse", "adtopk", "momentum correction", "acp_sgd", "powersgd", "factors"),
+        "quantized",
+    ],
 )
 @pytest.mark.one_in(2)
 def test_the_step_after_a_restore_has_the_same_bits(tmp_path, tx):

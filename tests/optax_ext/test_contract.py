@@ -166,6 +166,12 @@ ROWS = {
     "sparse_adamw in rounds": Row(ADAMW(every=3), rate=None, every=3),
     "powersgd": Row(optax_ext.powersgd(2, axis="w"), quick=True),
     "acp_sgd": Row(optax_ext.acp_sgd(2, axis="w"), quick=True),
+    "quantized": Row(optax_ext.quantized(axis="w"), quick=True),
+    "quantized, narrow leaves": Row(
+        optax_ext.quantized((1, 3), axis="w"), dtypes=("bfloat16", "float16")
+    ),
+    "quantized, dense steps": Row(optax_ext.quantized((1, 3), axis="w", dense_steps=3)),
+    "quantized of one": Row(optax_ext.quantized(axis="w"), (1,), quick=True),
 }
 # At step 2 in the first leaf of one worker, later in the second leaf of another worker.
 BAD = {2: ("a", np.nan), 4: ("b", np.inf), 5: ("a", -np.inf)}

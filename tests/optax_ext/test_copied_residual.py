@@ -31,6 +31,7 @@ TRANSFORMATIONS = {
     "bfloat16, drop": topk_a(residual=BF16, nonfinite="drop"),
     "a dense step": topk_a(dense_steps=lambda step: step >= STEPS),
     "powersgd": optax_ext.powersgd(1, axis="w"),
+    "quantized": optax_ext.quantized(axis="w"),
     "bucketed": optax_ext.bucketed(topk_a(), 2),
     "multi_steps": optax_ext.multi_steps(topk_a(), 1),
     "delayed": optax_ext.delayed(optax.chain(topk_a(), optax.adam(0.1))),

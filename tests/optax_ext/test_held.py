@@ -40,6 +40,7 @@ def groups(one, other):
 CHAINS = {
     "adamw": lambda: optax.chain(OK_TOPK(), ADAMW),
     "momentum": lambda: optax.chain(optax_ext.powersgd(1, axis="data"), optax.sgd(0.1, 0.9)),
+    "quantized": lambda: optax.chain(optax_ext.quantized(axis="data"), ADAMW),
     "decay without a state": lambda: optax.chain(
         OK_TOPK(), optax.add_decayed_weights(0.1), optax.scale(-0.1)
     ),

@@ -18,6 +18,7 @@ BATCH = normal((WORKERS, 3, 6))
 OPTIMIZERS = {
     "sparse_adamw": optax_ext.sparse_adamw(1e-2, axis="data"),
     "powersgd": optax.chain(optax_ext.powersgd(1, axis="data"), optax.adam(1e-2)),
+    "quantized": optax.chain(optax_ext.quantized(axis="data"), optax.adam(1e-2)),
     "dense": optax.chain(optax_ext.dense(axis="data"), optax.adam(1e-2)),
 }
 DIFFERENT = "the workers have different parameters where tx.init is called"

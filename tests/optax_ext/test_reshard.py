@@ -126,6 +126,14 @@ def test_factors_of_low_rank_go_on_and_those_of_another_rank_start_anew(make):
     same(optax_ext.reshard(state, anew).allreduce, anew.allreduce)
 
 
+def test_units_of_quantized_go_on():
+    state, _ = after_steps(optax_ext.quantized(axis="w"), 4, 2)
+    assert np.asarray(state.allreduce.mean_square).any()
+    moved = optax_ext.reshard(state, fresh(optax_ext.quantized(axis="w"), 3))
+    np.testing.assert_array_equal(sums(moved), sums(state))
+    same(moved.allreduce, state.allreduce)
+
+
 def test_to_one_worker_it_is_rounded_once_and_from_one_every_worker_has_a_part():
     tx = CASES["topk"]
     state = fresh(tx, 8)._replace(residual=normal((8, SIZE)))

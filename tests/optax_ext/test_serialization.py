@@ -23,6 +23,7 @@ OPTIMIZERS = {
         optax.adam(1e-2),
     ),
     "powersgd": lambda: optax.chain(optax_ext.powersgd(1, axis="data"), optax.sgd(0.1)),
+    "quantized": lambda: optax.chain(optax_ext.quantized(axis="data"), optax.lion(1e-3)),
     "diloco": lambda: optax_ext.published.diloco(optax.adam(1e-2), axis="data", every=2),
     "multi_steps of dense": lambda: optax_ext.multi_steps(
         optax.chain(optax_ext.dense(axis="data"), optax.adam(1e-2)), 2

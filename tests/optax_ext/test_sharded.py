@@ -32,6 +32,7 @@ TRANSFORMATIONS = {
     "dense steps": topk_a(dense_steps=2),
     "rows": topk_a(selector=ADTOPK),
     "powersgd": optax_ext.powersgd(rank=1, axis="data"),
+    "quantized": optax_ext.quantized(axis="data"),
 }
 MANUAL = ("momentum", "dense leaves", "dense steps", "powersgd")
 # Both ways for the simplest exchange and Ok-Topk; one way for the others.
@@ -192,6 +193,7 @@ TRAINED = {
     "factors": optax_ext.sparse_adamw(0.05, density=0.2, axis="data", moments="factors"),
     "bucketed": optax.chain(BUCKETED, ADAM),
     "powersgd": optax.chain(optax_ext.powersgd(rank=1, axis="data"), ADAM),
+    "quantized": optax.chain(optax_ext.quantized(axis="data"), ADAM),
 }
 
 

@@ -7,7 +7,7 @@ import pytest
 
 import sparse_collectives as sc
 from sparse_collectives._sparse_ops import _bits, _elias_fano
-from sparse_collectives.allreduce._parts import _few_bits
+from sparse_collectives.allreduce._parts import _codes, _few_bits
 from tests.reference import few_bits as reference
 from tests.sparse_collectives.helpers import completed, slow, slow_rows
 
@@ -16,9 +16,9 @@ PAIRS = [(1, 3), *slow((2, 4), (4, 4), (8, 8))]
 
 def encoded(values, bits):
     """The message of one row of values, and what they arrive as."""
-    length, block = len(values), _few_bits.BLOCK
+    length, block = len(values), _codes.BLOCK
     blocks = jnp.pad(jnp.asarray(values), (0, -length % block)).reshape(1, -1, block)
-    message, found = _few_bits.encode(blocks, jnp.array([length]), length, bits)
+    message, found = _codes.encode(blocks, jnp.array([length]), length, bits)
     return message, np.asarray(found).reshape(-1)[:length]
 
 
@@ -30,8 +30,8 @@ def test_codes_stand_for_what_the_oracle_says(bits, length):
     values = rng.standard_t(3, length).astype(np.float32)
     values[rng.random(length) < 0.2] = 0
     message, found = encoded(values, bits)
-    assert (message.dtype, message.shape) == (jnp.int32, (1, _few_bits.words(length, bits)))
-    received = _few_bits.decode(message, length, bits)
+    assert (message.dtype, message.shape) == (jnp.int32, (1, _codes.words(length, bits)))
+    received = _codes.decode(message, length, bits)
     np.testing.assert_array_equal(received.reshape(-1)[:length], found)
     if bits < 3:
         # The mean of float32 may round to the other of two neighbors in bfloat16.

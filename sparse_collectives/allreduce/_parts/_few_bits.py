@@ -4,42 +4,29 @@ One worker owns each index. The others send it their values in one bit or a few;
 value, which is not rounded, and sends the sum to all workers in a few bits. Each of the two
 roundings stays in the residual of the worker that made it: a sender keeps what its code took off
 its value, and the owner keeps what its code took off the sum. So nothing is lost, and the bits of a
-value do not grow with the workers, as the bits of a sum of integers do.
+value do not grow with the workers, as the bits of a sum of integers do. (Errors kept on both sides
+are those of Tang et al., `DoubleSqueeze <https://arxiv.org/abs/1905.05957>`_, ICML 2019.)
 
-Codes have a scale for each block of consecutive slots. With one bit it is the mean magnitude of the
-block, and with two bits the means of the magnitudes on either side of that. Means make the error of
-a block smaller than its values, whatever these are, so that residuals stay bounded (Karimireddy et
-al., `Error Feedback Fixes SignSGD <https://arxiv.org/abs/1901.09847>`_, ICML 2019). With more bits
-codes are multiples of a step, but for the largest code, which is the largest magnitude of the
-block. A magnitude far above its block counts for a few times the mean only in a mean or a step,
-since it would make all others too large, or round them to 0. It waits for the step in which its
-worker owns the index: then it is in the sum as it is, and arrives as the largest code.
+Owners change from step to step. A value far above its neighbors, which their codes cannot hold,
+waits for the step in which its worker owns the index: then it is in the sum as it is, and arrives
+as the largest code of its block (:mod:`._codes`).
 """
 
-import functools
 import math
-import operator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import transport
+from sparse_collectives import _validation, transport
 from sparse_collectives._data import PaddedCOO, only_where
 from sparse_collectives._platform import written
 from sparse_collectives._sparse_ops import _bits, _bitset
 from sparse_collectives._types import AxisName, Undelivered
 from sparse_collectives.allreduce._parts import _frame
+from sparse_collectives.allreduce._parts._codes import BLOCK, decode, encode, words
 from sparse_collectives.transport import _dispatch
-
-# Slots that share their scales.
-BLOCK = 256
-# A magnitude counts up to this multiple of the mean, and steps reach so far.
-_MOST = 4.0
-# An outlier that is larger by so many octaves is left out of a mean.
-_OCTAVES = 20
-_SCALE_BITS = 16
 
 
 class FewBits(NamedTuple):
@@ -58,6 +45,13 @@ class FewBits(NamedTuple):
 FEW = FewBits(1, 3)
 
 
+def checked(bits: Any) -> FewBits | None:
+    """The bits of a pair (up, down), or None if it is no such pair."""
+    found = tuple(bits) if isinstance(bits, tuple | list) else ()
+    whole = len(found) == 2 and all(type(x) is int for x in found)
+    return FewBits(*found) if whole and 1 <= found[0] <= 8 and 3 <= found[1] <= 8 else None
+
+
 def sum_at(
     indices: jax.Array, acc: jax.Array | None, coo: PaddedCOO, axis: AxisName, bits: FewBits
 ) -> tuple[PaddedCOO, Undelivered]:
@@ -74,22 +68,11 @@ def sum_at(
     Returns:
       The total ``[P c]``, the same on every worker, and what this worker keeps.
     """
-    workers, me = transport.axis_size(axis), transport.axis_index(axis)
     slots, dtype = indices.shape[1], coo.values.dtype
     counts = jnp.sum(indices < coo.size, axis=1, dtype=jnp.int32)
     # A CPU would gather and decode again in each loop that reads a value.
     held = written(_held, coo.to_dense() if acc is None else acc, indices)
-    mine = _frame.within_range(held, workers)
-    message, arrives = encode(mine, counts, slots, bits.up)
-    received = decode(transport.all_to_all(message, axis), slots, bits.up)
-    # The owner's own value needs no code.
-    is_mine = lax.broadcasted_iota(jnp.int32, (workers, 1, 1), 0) == me
-    own, count = (lax.dynamic_slice_in_dim(x, me, 1) for x in (mine, counts))
-    sums = jnp.sum(jnp.where(is_mine, own, received), axis=0, keepdims=True)
-    sums = written(_up_to, sums, count)
-    answer, reaches_all = encode(sums, count, slots, bits.down)
-    error = written(jnp.subtract, sums, reaches_all)
-    total = decode(transport.all_gather(answer[0], axis), slots, bits.down)
+    total, given = _exchanged(held, counts, slots, axis, bits)
 
     def left(total: jax.Array, kept: jax.Array) -> jax.Array:
         # A sum that is not finite reaches all workers, and no worker keeps it.
@@ -98,9 +81,8 @@ def sum_at(
     def existing(total: jax.Array, indices: jax.Array) -> jax.Array:
         return jnp.where(indices < coo.size, _slots(total, slots), 0).astype(dtype)
 
-    kept = written(left, total, held - jnp.where(is_mine, own - error, arrives))
-    total = written(existing, total, indices)
-    flat, kept = indices.reshape(-1), kept.reshape(-1)
+    kept = written(left, total, held - given).reshape(-1)
+    total, flat = written(existing, total, indices), indices.reshape(-1)
     rest, others = PaddedCOO(kept, flat, coo.size), []
     if acc is None:
         selected = _bitset.contains(_bitset.of_unique(coo.indices, coo.size), flat)
@@ -109,133 +91,136 @@ def sum_at(
     return PaddedCOO(total.reshape(-1), flat, coo.size), undelivered
 
 
+def sum_of_all(
+    values: jax.Array, step: jax.Array, *, axis: AxisName, bits: tuple[int, int]
+) -> tuple[jax.Array, jax.Array]:
+    """The sum of arrays over the workers, with few bits for each entry and without a selection.
+
+    An entry belongs to one worker, and at each step to the next one. A worker sends its entries to
+    their owners in codes of ``bits[0]`` bits, with scales for each 256 entries; an owner sends the
+    sums to all in codes of ``bits[1]`` bits. What the codes take off is this worker's to keep::
+
+        total, sent = extend.sum_of_all(values, step, axis="data", bits=(2, 4))
+        residual = values - sent
+
+    Over the workers the arrays ``sent`` add up to ``total``, to rounding, so that with residuals
+    that are added to the next values nothing is lost.
+
+    Args:
+      values: ``f32[n]``. Where an entry of the total is not finite, because the values are not or
+        are too large, ``sent`` is not finite either, and this is the case for all entries of a
+        block at least.
+      step: ``i32[]``, the same on every worker: the number of steps before this one.
+      axis: the mesh axis of the workers.
+      bits: up, 1 to 8, and down, 3 to 8.
+
+    Returns:
+      The total ``f32[n]``, the same on every worker, and what this worker has given of it,
+      ``f32[n]``.
+
+    Raises:
+      ValueError: other ``bits``.
+
+    Cost: an all_to_all and an all_gather, with ``(P-1)/P n (up + down) / 32`` words received, and
+    ``n / 256`` scales of 16 bits for one bit, or twice as many for more, each way
+    (:func:`words_of_sum_of_all`). One worker receives nothing, and its sum is not rounded.
+
+    Example:
+      >>> import jax.numpy as jnp, sparse_collectives as sc
+      >>> from sparse_collectives import extend
+      >>> def reduce(values):
+      ...     return extend.sum_of_all(values, jnp.int32(0), axis="w", bits=(1, 3))
+      >>> total, sent = sc.simulate(reduce, axis="w", axis_size=2)(jnp.array([[1.0], [2.0]]))
+      >>> total[0].tolist(), sent[:, 0].tolist()
+      ([3.0], [1.0, 2.0])
+    """
+    workers, size = transport.axis_size(axis), values.shape[0]
+    if workers == 1:
+        return transport.psum(values, axis), values
+    slots = _slots_of(size, workers)
+    mine = jnp.pad(values, (0, workers * slots - size)).reshape(workers, -1, BLOCK)
+    counts = jnp.clip(size - slots * lax.iota(jnp.int32, workers), 0, slots)
+    turn = (step % workers).astype(jnp.int32)
+    both = _exchanged(mine, counts, slots, axis, check_bits(bits), turn)
+    total, given = (x.reshape(-1)[:size] for x in both)
+    return total, given
+
+
+def words_of_sum_of_all(size: int, workers: int, bits: tuple[int, int]) -> float:
+    """Words that :func:`sum_of_all` makes each worker receive, for n entries."""
+    return 0.0 if workers == 1 else sum_words(_slots_of(size, workers), workers, check_bits(bits))
+
+
+def check_bits(bits: Any) -> FewBits:
+    """The bits of a pair, of a worker's codes and of the codes of the sums.
+
+    Raises:
+      ValueError: it is no pair of up, 1 to 8, and down, 3 to 8.
+    """
+    found = checked(bits)
+    if found is None:
+        raise ValueError(
+            f"bits must be a pair: of a worker's codes (1 to 8) and of the codes of the sums "
+            f"(3 to 8), got {bits!r}. Write for example bits=(2, 4)."
+        )
+    return found
+
+
 def sum_words(slots: int, workers: int, bits: FewBits) -> float:
-    """Words that :func:`sum_at` makes each worker receive, for c slots of each owner."""
+    """Words that each worker receives for c slots of each owner."""
     up = _dispatch.words_of_all_to_all(workers * words(slots, bits.up), workers)
     return up + _dispatch.words_of_all_gather(words(slots, bits.down), workers)
 
 
-def words(slots: int, bits: int) -> int:
-    """Words of the codes of so many slots, with their scales."""
-    scales = _scales_of(slots, bits)
-    return -(-scales * _SCALE_BITS // 32) + bits * -(-slots // 32)
-
-
-def encode(
-    values: jax.Array, counts: jax.Array, slots: int, bits: int
+def _exchanged(
+    values: jax.Array,
+    counts: jax.Array,
+    slots: int,
+    axis: AxisName,
+    bits: FewBits,
+    turn: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Codes of the first slots of each row, and what they stand for.
+    """The sums that reach all workers, and what this worker has given of its values for them.
 
     Args:
-      values: ``f32[r, b, BLOCK]``, finite, or seen as not finite by all who decode their block.
-        Those from the count of a row on are zero, and their codes have no meaning.
-      counts: ``i32[r]``.
-      slots: a number that takes b blocks.
-      bits: of a code.
+      values: ``f32[P, b, BLOCK]``, the entries of each owner in blocks.
+      counts: ``i32[P]``, of each owner.
+      slots: the largest count.
+      axis: the workers.
+      bits: the bits of a code.
+      turn: ``i32[]``: row i belongs to worker i - turn. None: 0.
 
     Returns:
-      ``i32[r, words(slots, bits)]`` and ``f32[r, b, BLOCK]``.
+      Two arrays like ``values``, the first the same on every worker.
     """
-    starts = BLOCK * lax.broadcasted_iota(jnp.int32, values.shape[:2], 1)
-    count = jnp.clip(counts[:, None] - starts, 0, BLOCK).astype(jnp.float32)
-    magnitude = jnp.abs(values)
-    scale = _mean(magnitude, count, slots)
-    if bits == 2:
-        is_high = magnitude > scale[..., None]
-        above = jnp.sum(is_high, axis=-1, dtype=jnp.int32).astype(jnp.float32)
-        low = _mean(jnp.where(is_high, 0, magnitude), count - above, slots)
-        high = _mean(jnp.where(is_high, magnitude, 0), above, slots)
-        scales = [_rounded(low), _rounded(high)]
-        code = is_high.astype(jnp.int32) | (_is_negative(values) << 1)
-    elif bits == 1:
-        scales, code = [_rounded(scale)], _is_negative(values)
-    else:
-        most, largest = (1 << (bits - 1)) - 1, jnp.max(magnitude, axis=-1)
-        step = _rounded(jnp.minimum(_MOST * scale, largest) / most)
-        scales = [step, _rounded(largest)]
-        step, largest = (x[..., None] for x in scales)
-        multiple = jnp.round(magnitude / jnp.where(step > 0, step, 1.0))
-        multiple = jnp.where(jnp.isnan(multiple), 0, jnp.minimum(multiple, most - 1))
-        is_largest = magnitude - multiple * step > largest - magnitude
-        multiple = jnp.where(is_largest, most, multiple).astype(jnp.int32)
-        code = jnp.where(values < 0, -multiple, multiple) + most
-    rows = code.shape[0]
-    planes = _bits.pack_planes(code.reshape(rows, -1), bits).reshape(rows, bits, -1)
-    planes = planes[..., : -(-slots // 32)].reshape(rows, -1)
-    packed = _bits.pack(_upper_half(jnp.concatenate(scales, axis=-1)), _SCALE_BITS)
-    arrives = _values(code, [x[..., None] for x in scales], bits)
-    return jnp.concatenate([packed, planes], axis=-1), arrives
+    workers, me = transport.axis_size(axis), transport.axis_index(axis)
+    row = me if turn is None else (me + turn) % workers
+
+    def moved(rows: jax.Array, by: jax.Array | None) -> jax.Array:
+        # Codes are moved to their owners' rows, since values are far more words.
+        return rows if by is None else jnp.roll(rows, by, axis=0)
+
+    def is_in(row: jax.Array) -> jax.Array:
+        return lax.broadcasted_iota(jnp.int32, (workers, 1, 1), 0) == row
+
+    mine = _frame.within_range(values, workers)
+    message, arrives = encode(mine, counts, slots, bits.up)
+    back = None if turn is None else -turn
+    received = decode(transport.all_to_all(moved(message, back), axis), slots, bits.up)
+    # The owner's own value needs no code.
+    own, count = (lax.dynamic_slice_in_dim(x, row, 1) for x in (mine, counts))
+    sums = jnp.sum(jnp.where(is_in(me), own, received), axis=0, keepdims=True)
+    sums = written(_up_to, sums, count)
+    answer, reaches_all = encode(sums, count, slots, bits.down)
+    error = written(jnp.subtract, sums, reaches_all)
+    answers = transport.all_gather(answer[0], axis)
+    total = decode(moved(answers, turn), slots, bits.down)
+    return total, jnp.where(is_in(row), own - error, arrives)
 
 
-def decode(message: jax.Array, slots: int, bits: int) -> jax.Array:
-    """What the codes of :func:`encode` stand for, ``f32[r, b, BLOCK]``."""
-    rows, count = message.shape[0], _scales_of(slots, bits)
-    words_of_scales = -(-count * _SCALE_BITS // 32)
-    halves = _bits.unpack(message[:, :words_of_scales], _SCALE_BITS)[:, :count]
-    scales = lax.bitcast_convert_type(halves << _SCALE_BITS, jnp.float32)
-    planes = message[:, words_of_scales:].reshape(rows, bits, -1)
-
-    def decoded(planes: jax.Array, scales: jax.Array) -> jax.Array:
-        # A code for each bit of a word, so that a CPU divides no index.
-        planes = _bits.pad_to(planes, BLOCK // 32)
-        each = (_bits.unpack_words(planes[:, bit], 1) << bit for bit in range(bits))
-        code = functools.reduce(operator.or_, each)
-        parts = jnp.split(scales, 1 if bits == 1 else 2, axis=-1)
-        parts = [jnp.repeat(x, BLOCK // 32, axis=-1)[..., None] for x in parts]
-        return _values(code, parts, bits)
-
-    return written(decoded, planes, scales).reshape(rows, -1, BLOCK)
-
-
-def _values(code: jax.Array, scales: list[jax.Array], bits: int) -> jax.Array:
-    first, *second = scales
-    if bits > 2:
-        most = (1 << (bits - 1)) - 1
-        multiple = code - most
-        inner = multiple.astype(jnp.float32) * first
-        return jnp.where(jnp.abs(multiple) < most, inner, jnp.sign(inner) * second[0])
-    magnitude = first if bits == 1 else jnp.where((code & 1) > 0, second[0], first)
-    return jnp.where(code >> (bits - 1) > 0, -magnitude, magnitude)
-
-
-def _scales_of(slots: int, bits: int) -> int:
-    return -(-slots // BLOCK) * (1 if bits == 1 else 2)
-
-
-def _mean(magnitude: jax.Array, count: jax.Array, slots: int) -> jax.Array:
-    """The mean ``f32[r, b]`` of ``count`` of ``f32[r, b, BLOCK]``, without far larger ones.
-
-    All magnitudes but so many are zero.
-    """
-    # In a short block an outlier has a large share of the mean.
-    most = min(_MOST, max(1.25, slots / 4))
-    # Each pass divides the share of a single outlier by this.
-    octaves = math.log2(max(1.1, min(slots, BLOCK) / most))
-    share = BLOCK / jnp.maximum(count, 1)
-
-    def mean(top: jax.Array) -> jax.Array:
-        # Divided first, because the sum may overflow.
-        counted = jnp.minimum(magnitude, top[..., None]) / BLOCK
-        return jnp.sum(counted, axis=-1) * share
-
-    found = mean(jnp.full(count.shape, jnp.inf, jnp.float32))
-    for _ in range(min(10, math.ceil(_OCTAVES / octaves))):
-        found = mean(most * found)
-    return found
-
-
-def _is_negative(values: jax.Array) -> jax.Array:
-    """The sign bit, ``i32``; a zero has either sign, so that zeros do not add up."""
-    odd = lax.broadcasted_iota(jnp.int32, values.shape, values.ndim - 1) & 1 > 0
-    return ((values < 0) | ((values == 0) & odd)).astype(jnp.int32)
-
-
-def _rounded(scale: jax.Array) -> jax.Array:
-    return scale.astype(jnp.bfloat16).astype(jnp.float32)
-
-
-def _upper_half(scale: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(scale, jnp.int32) >> _SCALE_BITS & 0xFFFF
+def _slots_of(size: int, workers: int) -> int:
+    """The entries of each owner, in whole blocks: block j of the array is a block of codes."""
+    return BLOCK * max(1, math.ceil(size / (workers * BLOCK)))
 
 
 def _held(values: jax.Array, indices: jax.Array) -> jax.Array:

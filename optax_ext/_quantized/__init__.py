@@ -1,0 +1,1 @@
+"""Gradients exchanged whole, in a few bits for each entry."""
