@@ -221,6 +221,8 @@ CONTESTANTS: dict[str, Contestant] = {
         for name in ("powersgd", "acp_sgd")
         for rank in (1, 2, 4)
     },
+    "quantized": Contestant(_free(optax_ext.quantized, (2, 4))),
+    "quantized, bits (1, 3)": Contestant(_free(optax_ext.quantized, (1, 3))),
     "sparse_adamw": _ADAMW,
     "sparse_adamw, 32 bits": _ADAMW._replace(
         make=_adamw(lambda density: allreduce.partitioned_topk()), entries=5 / 3

@@ -3,13 +3,12 @@
     python -m benchmarks.learning.optimizers --text FILE --runs FILE [--optimizers lion muon]
     python -m benchmarks.learning.optimizers --width 128 --steps 4000 --factors 0.5 1 2 --together
 
-An optimizer trains the transformer of ``benchmarks.learning.steps`` behind each exchange, or, if
-there is a scaling for it, inside of ``sparse_optimizer``. The learning rates of an optimizer are
+An optimizer trains the transformer of ``benchmarks.learning.steps`` after each exchange, or, if
+there is a scaling for it, inside ``sparse_optimizer``. The learning rates of an optimizer are
 its usual one times each of ``--factors``, the same for all exchanges; the table has the best mean
 over the seeds. Runs that are in FILE are not repeated, and ``--show`` prints them.
 
-Bytes are those that a worker receives in a step, as a share of those of a dense allreduce of
-float32.
+Bytes are received by a worker in a step, as a share of what a dense allreduce of float32 takes.
 """
 
 import functools

@@ -56,7 +56,8 @@ def sparse_optimizer(
     Args:
       scaling: an optax transformation, such as ``optax.scale_by_rms()``, whose updates point along
         the gradient and are about 1. It sees whole leaves, in float32, and has a state for each
-        worker.
+        worker. An optimizer becomes one by a learning rate of 1 and a change of the sign:
+        ``optax.chain(optax.contrib.muon(1.0), optax.scale(-1.0))``.
       learning_rate: a number or a schedule. Begin with the learning rate of the dense optimizer.
       density: k / n, the share of the parameters that move at a step, in (0, 1]. None: 0.05.
       axis: the mesh axis (or a tuple of axes) of the data-parallel workers.
@@ -74,7 +75,7 @@ def sparse_optimizer(
 
     Returns:
       An ``optax.GradientTransformationExtraArgs``, as from :func:`sparse_adamw`. Extra arguments of
-      ``update``, such as ``value=``, go to ``scaling``; they are those of one worker.
+      ``update``, such as ``value=``, go to ``scaling``, with the value of one worker.
 
     Raises:
       ValueError: an argument is out of its range; at ``update``, weight decay without ``params``.

@@ -1,6 +1,7 @@
 """All entries in a few bits as an exchange with error feedback."""
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +14,7 @@ from optax_ext._error_feedback._sparse_state import SparseAllreduceState
 from optax_ext._quantized import _units
 from optax_ext._quantized._units import Units
 from sparse_collectives import AxisName, _compat, extend, transport
+from sparse_collectives._sparse_ops import all_below
 
 # A value is cut to so many of its units. Sums of such values, in these units, are finite.
 _LARGEST = 2.0**100
@@ -111,12 +113,20 @@ class QuantizedExchange:
         total, given = extend.sum_of_all(
             values, step.state.count, axis=options.axis, bits=self.bits
         )
-        total, given = total * unit, given * unit
         withheld = jnp.zeros((), jnp.int32)
-        if options.nonfinite != "propagate":
-            ok = jnp.isfinite(total)
-            withheld = jnp.sum(~ok, dtype=jnp.int32)
-            total, given = jnp.where(ok, total, 0.0), jnp.where(ok, given, 0.0)
+        if options.nonfinite == "propagate":
+            total, given = total * unit, given * unit
+        else:
+            # Counted only if there are any, since that takes a pass that writes.
+            withheld = lax.cond(
+                all_below((total * unit, math.inf)),
+                lambda *_: jnp.zeros((), jnp.int32),
+                lambda total, unit: jnp.sum(~jnp.isfinite(total * unit), dtype=jnp.int32),
+                total,
+                unit,
+            )
+            ok = jnp.isfinite(total * unit)
+            total, given = jnp.where(ok, total * unit, 0.0), jnp.where(ok, given * unit, 0.0)
         mean, rounding, saturated = _applied.mean_of(
             total,
             step.layout,

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from optax_ext._error_feedback import _nonfinite, _roles
 from optax_ext._error_feedback._roles import OF_SHARD, SHARED
 from sparse_collectives import _platform
+from sparse_collectives._sparse_ops import sum_by_halves
 
 # The entries of a flat buffer that share a smallest unit; a code has scales for as many.
 _BLOCK = 256
@@ -18,7 +19,7 @@ _DECAY = 0.97
 _SMALLEST = 0.1
 # An update counts up to this multiple of its unit, so that a spike does not make a unit useless.
 _MOST = 4.0
-# Where nothing has moved units are 1, as where they are so small that a quotient may overflow.
+# In a block that has not moved units are 1, and if they are so small that a quotient may overflow.
 _TINY = 2.0**-62
 
 
@@ -46,7 +47,7 @@ def units_of(units: Units) -> jax.Array:
     size = square.shape[0]
     blocks = jnp.pad(square, (0, -size % _BLOCK)).reshape(-1, _BLOCK)
     # Divided first, because the sum may overflow.
-    smallest = _SMALLEST * jnp.sqrt(jnp.sum(blocks / _BLOCK, axis=-1, keepdims=True))
+    smallest = _SMALLEST * jnp.sqrt(sum_by_halves(blocks / _BLOCK))[:, None]
 
     def unit(blocks: jax.Array, smallest: jax.Array) -> jax.Array:
         found = jnp.sqrt(blocks) + smallest

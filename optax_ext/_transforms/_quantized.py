@@ -20,7 +20,7 @@ def quantized(
     axis: AxisName,
     **options: Unpack[LocalOptions],
 ) -> optax.GradientTransformationExtraArgs:
-    r"""The mean gradient with a few bits for each entry, for any optimizer behind it.
+    r"""The mean gradient with a few bits for each entry, before any optimizer.
 
     A sparse exchange delivers an entry once in many steps, as the sum of many gradients. An
     optimizer that takes signs, orthogonalizes, or divides by second moments after the exchange then
@@ -36,7 +36,7 @@ def quantized(
     Each entry belongs to one worker, and at each step to the next one. A worker sends its entries
     to their owners in codes (Q up), the owner adds its own values, which are not rounded, and sends
     the sums to all in codes (Q down). Codes have scales for each 256 entries. The unit u of an
-    entry is its own size in past updates, which every worker knows, so that the small entries of a
+    entry is its own size in past updates, the same on every worker, so that the small entries of a
     block, which many optimizers enlarge, do not drown in the rounding of the large ones. It costs
     no words.
 
@@ -48,7 +48,7 @@ def quantized(
 
     Words received by each worker: ``(P-1)/P n (up + down) / 32`` and the scales, ``n / 256`` for
     up to two bytes each way (:func:`sparse_collectives.extend.words_of_sum_of_all`), in an
-    all_to_all and an all_gather; a dense allreduce takes ``2 (P-1)/P n``. The default is a tenth of
+    all_to_all and an all_gather; a dense allreduce takes ``2 (P-1)/P n``. The default is 1/10 of
     that. The number does not grow with P.
 
     ``nonfinite`` treats gradients that are not finite as in :func:`sparse_allreduce`. If a sum is

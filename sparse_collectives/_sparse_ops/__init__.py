@@ -1,6 +1,6 @@
 """Bits, bit sets, compaction and the k largest, from which a padded COO buffer is made."""
 
-from sparse_collectives._sparse_ops._bits import all_below
+from sparse_collectives._sparse_ops._bits import all_below, sum_by_halves
 
-# The part that `optax_ext` uses.
-__all__ = ["all_below"]
+# The parts that `optax_ext` uses.
+__all__ = ["all_below", "sum_by_halves"]

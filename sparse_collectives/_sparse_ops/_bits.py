@@ -116,6 +116,18 @@ def all_below(*pairs: tuple[jax.Array, float]) -> jax.Array:
     return ~jnp.any(mask_words(bad, size) != 0) if size else ~jnp.any(bad(0, 0))
 
 
+def sum_by_halves(values: jax.Array) -> jax.Array:
+    """The sum along the last axis of ``f[..., c]``, for c a power of two.
+
+    The halves are added, so that a CPU adds vectors in the loop that makes the values; it would
+    write them first, and then add one after the other.
+    """
+    while values.shape[-1] > 8:
+        half = values.shape[-1] // 2
+        values = values[..., :half] + values[..., half:]
+    return jnp.sum(values, axis=-1)
+
+
 def popcount(words: jax.Array) -> jax.Array:
     """The number of set bits of each word, ``i32``."""
     return lax.population_count(words).astype(jnp.int32)

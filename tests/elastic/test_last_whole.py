@@ -38,7 +38,7 @@ def test_the_newest_whole_checkpoint_goes_on_with_other_workers(tmp_path, capsys
         saved[number] = rows.sum(0)
     largest = max((tmp_path / "20").rglob("*"), key=lambda x: x.is_file() and x.stat().st_size)
     content = bytearray(largest.read_bytes())
-    # More than one: a byte alone may lie where no array is, in an order that differs between runs.
+    # More than one: the files differ between runs, and a byte may belong to no array.
     content[::50] = bytes(x ^ 4 for x in content[::50])
     largest.write_bytes(content)
 

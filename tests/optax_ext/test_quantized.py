@@ -1,4 +1,4 @@
-"""All entries in few bits: against NumPy, their words and units, and optimizers behind them.
+"""All entries in few bits: against NumPy, their words and units, and optimizers after them.
 
 test_contract.py checks that nothing is lost, all agree, a skipped step changes nothing and a step
 lowers for GPUs; tests/fuzz does so with any policy, decay, precision of the residual and wrapper.

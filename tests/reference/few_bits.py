@@ -35,7 +35,7 @@ def arrives(values, bits, block=256):
             found = sign * to_bfloat16(mean)
         elif bits == 2:
             high = magnitude > mean
-            low = to_bfloat16(mean_without_outliers(magnitude[~high], len(values)))
+            low = to_bfloat16(np.mean(magnitude[~high])) if not high.all() else 0
             found = sign * np.where(
                 high, to_bfloat16(mean_without_outliers(magnitude[high], len(values))), low
             )

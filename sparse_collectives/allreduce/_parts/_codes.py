@@ -12,6 +12,7 @@ or round them to 0.
 import functools
 import math
 import operator
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +25,8 @@ from sparse_collectives._sparse_ops import _bits
 BLOCK = 256
 # A magnitude counts up to this multiple of the mean, and steps reach so far.
 _MOST = 4.0
-# An outlier that is larger by so many octaves is left out of a mean.
-_OCTAVES = 20
+# So many octaves of an outlier are left out of a mean.
+_OCTAVES = 16
 _SCALE_BITS = 16
 
 
@@ -53,12 +54,14 @@ def encode(
     starts = BLOCK * lax.broadcasted_iota(jnp.int32, values.shape[:2], 1)
     count = jnp.clip(counts[:, None] - starts, 0, BLOCK).astype(jnp.float32)
     magnitude = jnp.abs(values)
-    scale = _mean(magnitude, count, slots)
+    scale = _mean(lambda top: jnp.minimum(magnitude, top), count, slots)
     if bits == 2:
         is_high = magnitude > scale[..., None]
-        above = jnp.sum(is_high, axis=-1, dtype=jnp.int32).astype(jnp.float32)
-        low = _mean(jnp.where(is_high, 0, magnitude), count - above, slots)
-        high = _mean(jnp.where(is_high, magnitude, 0), above, slots)
+        above = _bits.sum_by_halves(is_high.astype(jnp.float32))
+        # All of these are below the scale, so none is an outlier.
+        low = _bits.sum_by_halves(jnp.where(is_high, 0, magnitude) / BLOCK)
+        low *= BLOCK / jnp.maximum(count - above, 1)
+        high = _mean(lambda top: jnp.where(is_high, jnp.minimum(magnitude, top), 0), above, slots)
         scales = [_rounded(low), _rounded(high)]
         code = is_high.astype(jnp.int32) | (_is_negative(values) << 1)
     elif bits == 1:
@@ -116,10 +119,14 @@ def _scales_of(slots: int, bits: int) -> int:
     return -(-slots // BLOCK) * (1 if bits == 1 else 2)
 
 
-def _mean(magnitude: jax.Array, count: jax.Array, slots: int) -> jax.Array:
-    """The mean ``f32[r, b]`` of ``count`` of ``f32[r, b, BLOCK]``, without far larger ones.
+def _mean(upto: Callable[[jax.Array], jax.Array], count: jax.Array, slots: int) -> jax.Array:
+    """The mean ``f32[r, b]`` of magnitudes, without far larger ones.
 
-    All magnitudes but so many are zero.
+    Args:
+      upto: for the largest magnitude that counts, ``f32[r, b, 1]``, the magnitudes of each block
+        ``f32[r, b, BLOCK]``, all but ``count`` of which are zero.
+      count: ``f32[r, b]``.
+      slots: of a row.
     """
     # In a short block an outlier has a large share of the mean.
     most = min(_MOST, max(1.25, slots / 4))
@@ -129,8 +136,7 @@ def _mean(magnitude: jax.Array, count: jax.Array, slots: int) -> jax.Array:
 
     def mean(top: jax.Array) -> jax.Array:
         # Divided first, because the sum may overflow.
-        counted = jnp.minimum(magnitude, top[..., None]) / BLOCK
-        return jnp.sum(counted, axis=-1) * share
+        return _bits.sum_by_halves(upto(top[..., None]) / BLOCK) * share
 
     found = mean(jnp.full(count.shape, jnp.inf, jnp.float32))
     for _ in range(min(10, math.ceil(_OCTAVES / octaves))):

@@ -4,8 +4,8 @@ One worker owns each index. The others send it their values in one bit or a few;
 value, which is not rounded, and sends the sum to all workers in a few bits. Each of the two
 roundings stays in the residual of the worker that made it: a sender keeps what its code took off
 its value, and the owner keeps what its code took off the sum. So nothing is lost, and the bits of a
-value do not grow with the workers, as the bits of a sum of integers do. (Errors kept on both sides
-are those of Tang et al., `DoubleSqueeze <https://arxiv.org/abs/1905.05957>`_, ICML 2019.)
+value do not grow with the workers, as the bits of a sum of integers do. (Tang et al. keep errors
+on both sides as well: `DoubleSqueeze <https://arxiv.org/abs/1905.05957>`_, ICML 2019.)
 
 Owners change from step to step. A value far above its neighbors, which their codes cannot hold,
 waits for the step in which its worker owns the index: then it is in the sum as it is, and arrives
@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import _validation, transport
+from sparse_collectives import transport
 from sparse_collectives._data import PaddedCOO, only_where
 from sparse_collectives._platform import written
 from sparse_collectives._sparse_ops import _bits, _bitset
@@ -47,9 +47,11 @@ FEW = FewBits(1, 3)
 
 def checked(bits: Any) -> FewBits | None:
     """The bits of a pair (up, down), or None if it is no such pair."""
-    found = tuple(bits) if isinstance(bits, tuple | list) else ()
-    whole = len(found) == 2 and all(type(x) is int for x in found)
-    return FewBits(*found) if whole and 1 <= found[0] <= 8 and 3 <= found[1] <= 8 else None
+    pair = isinstance(bits, tuple | list) and len(bits) == 2
+    if not pair or any(type(x) is not int for x in bits):
+        return None
+    up, down = bits
+    return FewBits(up, down) if 1 <= up <= 8 and 3 <= down <= 8 else None
 
 
 def sum_at(
@@ -215,7 +217,11 @@ def _exchanged(
     error = written(jnp.subtract, sums, reaches_all)
     answers = transport.all_gather(answer[0], axis)
     total = decode(moved(answers, turn), slots, bits.down)
-    return total, jnp.where(is_in(row), own - error, arrives)
+
+    def given(row: jax.Array, own: jax.Array, error: jax.Array, arrives: jax.Array) -> jax.Array:
+        return jnp.where(is_in(row), own - error, arrives)
+
+    return total, written(given, row, own, error, arrives)
 
 
 def _slots_of(size: int, workers: int) -> int:
