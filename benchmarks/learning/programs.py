@@ -5,7 +5,7 @@
     python -m benchmarks.learning.programs --exchanges before after
 
 The programs of docs/more_clients.md run as they stand there, before and after the change, and with
-two other exchanges before the optimizer of the original, `dense` and `powersgd(2)`. A seed
+other exchanges before the optimizer of the original: `dense`, `powersgd(2)` and `quantized`. A seed
 determines the parameters and the examples of a batch. ``--factors`` multiply the learning rates,
 and each of ``--densities`` adds the page's optimizer with another density.
 
@@ -29,6 +29,7 @@ BEFORE, AFTER = "before", "after"
 EXCHANGES = {
     "dense": "optax_ext.dense(axis=AXIS)",
     "powersgd(2)": "optax_ext.powersgd(2, axis=AXIS)",
+    "quantized()": "optax_ext.quantized(axis=AXIS)",
 }
 KINDS = (BEFORE, *EXCHANGES, AFTER)
 

@@ -44,7 +44,8 @@ METHODS = (
         "sparse_sgd",
     ),
     *("sparse_adamw, factors", "sparse_adamw, bits (1, 3)"),
-    *("powersgd1", "powersgd1/adamw", "powersgd4/adamw", "acp_sgd1", "topk_a", "topk_dsa"),
+    *("quantized", "quantized/adamw", "powersgd1", "powersgd1/adamw", "powersgd4/adamw", "acp_sgd1"),
+    *("topk_a", "topk_dsa"),
     *("gtopk", "ddp", "ddp/fp16", "ddp/powersgd1", "ddp/powersgd4"),
 )
 QUICK = ("dense", "ok_topk", "ok_topk/reuse/narrow8", "topk_a")
