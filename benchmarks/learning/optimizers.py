@@ -3,8 +3,9 @@
     python -m benchmarks.learning.optimizers --text FILE --runs FILE [--optimizers lion muon]
     python -m benchmarks.learning.optimizers --width 128 --steps 4000 --factors 0.5 1 2 --together
 
-An optimizer trains the transformer of ``benchmarks.learning.steps`` after each exchange, or, if
-there is a scaling for it, inside ``sparse_optimizer``. The learning rates of an optimizer are
+An optimizer trains the transformer of ``benchmarks.learning.steps`` after each exchange; or, if
+there is a scaling for it, inside ``sparse_optimizer``; or in rounds, in ``sparse_optimizer`` with
+``every`` and in ``diloco``. The learning rates of an optimizer are
 its usual one times each of ``--factors``, the same for all exchanges; the table has the best mean
 over the seeds. Runs that are in FILE are not repeated, and ``--show`` prints them.
 
@@ -38,7 +39,6 @@ class Optimizer(NamedTuple):
     make: Make
     rate: float
     scaling: Callable[[], Any] | None = None
-    gain: float | None = None
 
 
 # Only matrices of at least this width are factored, which the small models have.
@@ -63,6 +63,11 @@ OPTIMIZERS = {
 }
 OPTIMIZERS["adam"] = OPTIMIZERS["adam"]._replace(scaling=lambda: optax_ext.scale_by_local_adam())
 INSIDE = "inside"
+# Rounds of so many steps of the optimizer, with its momentum: a sparse exchange, and a dense one.
+LENGTHS = (10, 30)
+ROUNDS = {f"every={steps}": steps for steps in LENGTHS}
+DILOCO = {f"diloco({steps})": steps for steps in LENGTHS}
+IN_ROUNDS = 0.5  # the density
 EXCHANGES: dict[str, Callable[[], optax.GradientTransformation]] = {
     DENSE: lambda: optax_ext.dense(axis=AXIS),
     "ok_topk(0.01)": lambda: optax_ext.ok_topk(0.01, axis=AXIS, selector=exact_top_k(0.01)),
@@ -81,16 +86,22 @@ USUAL = (DENSE, "ok_topk(0.01)", "powersgd(2)", "powersgd(4)", "quantized((2, 4)
 def variant(name: str, exchange: str, rate: float, steps: int) -> Variant:
     """An optimizer behind an exchange, or a sparse optimizer of its scaling."""
     optimizer, at = OPTIMIZERS[name], schedule(rate, steps)
-    if exchange != INSIDE:
+    if exchange in EXCHANGES:
         return Variant(EXCHANGES[exchange](), optimizer.make(at))
-    assert optimizer.scaling is not None
+    if exchange in DILOCO:
+        every = DILOCO[exchange]
+        whole = optax_ext.published.diloco(
+            optimizer.make(at), axis=AXIS, every=every, momentum=0.0, outer_rate=1.0
+        )
+        return Variant(whole, optax.identity())
+    every, density = ROUNDS.get(exchange), DENSITY if exchange == INSIDE else IN_ROUNDS
+    if every:
+        scaling = optax.chain(optimizer.make(lambda count: 1.0), optax.scale(-1.0))
+    else:
+        assert optimizer.scaling is not None
+        scaling = optimizer.scaling()
     whole = optax_ext.sparse_optimizer(
-        optimizer.scaling(),
-        at,
-        density=DENSITY,
-        axis=AXIS,
-        gain=optimizer.gain,
-        selector=exact_top_k(DENSITY),
+        scaling, at, density=density, axis=AXIS, every=every, selector=exact_top_k(density)
     )
     return Variant(whole, optax.identity())
 
@@ -159,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = options.parser_of(__doc__, "text", "runs", "width", **usual)
     add = functools.partial(parser.add_argument, nargs="+")
     add("--optimizers", choices=OPTIMIZERS, default=list(OPTIMIZERS))
-    add("--exchanges", choices=[*EXCHANGES, INSIDE], default=list(USUAL))
+    add("--exchanges", choices=[*EXCHANGES, INSIDE, *ROUNDS, *DILOCO], default=list(USUAL))
     add("--factors", type=options.positive, default=[0.5, 1.0, 2.0])
     args = parser.parse_args(argv)
     args.width = args.width or _tasks.KINDS["text"].width

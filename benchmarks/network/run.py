@@ -44,7 +44,14 @@ METHODS = (
         "sparse_sgd",
     ),
     *("sparse_adamw, factors", "sparse_adamw, bits (1, 3)"),
-    *("quantized", "quantized/adamw", "powersgd1", "powersgd1/adamw", "powersgd4/adamw", "acp_sgd1"),
+    *(
+        "quantized",
+        "quantized/adamw",
+        "powersgd1",
+        "powersgd1/adamw",
+        "powersgd4/adamw",
+        "acp_sgd1",
+    ),
     *("topk_a", "topk_dsa"),
     *("gtopk", "ddp", "ddp/fp16", "ddp/powersgd1", "ddp/powersgd4"),
 )

@@ -21,7 +21,7 @@ from benchmarks._common import options
 from ._data import LABELS, ROOT, printed, written
 
 MADE = {name: partial(printed, name) for names in LABELS["printed"].values() for name in names}
-_MODULES = ("learning", "links", "minutes", "predicted", "printed", "programs")
+_MODULES = ("learning", "links", "minutes", "optimizers", "predicted", "printed", "programs")
 _MODULES += ("timed", "trainings", "words")
 MADE |= {
     name.removeprefix("table_"): function

@@ -52,10 +52,10 @@ class Best(NamedTuple):
         return [100 * (run["value"] / theirs[run["seed"]] - 1) for run in self.runs]
 
 
-def best_runs(label: str, file: str, **wanted: Any) -> list[Best]:
-    """The contestants that `labels.toml` names, in its order, as far as there are such runs."""
+def best_runs(names: dict[str, str], file: str, **wanted: Any) -> list[Best]:
+    """The contestants of these names, with names to show, as far as there are such runs."""
     found = []
-    for name, shown in LABELS[label].items():
+    for name, shown in names.items():
         of_rate: dict[float, list[dict[str, Any]]] = {}
         for run in runs(file, contestant=name, **wanted):
             of_rate.setdefault(run["rate"], []).append(run)
@@ -76,7 +76,7 @@ def best_runs(label: str, file: str, **wanted: Any) -> list[Best]:
 
 def loss_in_rounds(file: str) -> Rows:
     """Rounds of local steps at their best learning rates, next to an exchange at every step."""
-    found, rows = best_runs("loss_in_rounds", file), []
+    found, rows = best_runs(LABELS["loss_in_rounds"], file), []
     for one in found:
         # With 8 workers; a dense run, which is the same for all, has the same unit.
         words = one.words / (0.01 * one.size * (1 - 1 / 8))
@@ -90,7 +90,7 @@ table_loss_in_rounds = functools.partial(loss_in_rounds, "learning_rounds.jsonl"
 
 def losses_by_bytes(width: int = 32) -> list[Best]:
     """The contestants of `learning_bytes.jsonl` with models of a width, the dense one first."""
-    return best_runs("loss_by_bytes", "learning_bytes.jsonl", width=width)
+    return best_runs(LABELS["loss_by_bytes"], "learning_bytes.jsonl", width=width)
 
 
 def loss_by_bytes(width: int) -> Rows:

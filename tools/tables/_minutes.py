@@ -36,7 +36,7 @@ def table_loss_over_links() -> Rows:
 
 def losses_by_time(link: str, file: str, workers: int = 4) -> list[Best]:
     """Two minutes over a link, in the order of the table."""
-    return best_runs("loss_after_minutes", file, task="text", link=link, workers=workers)
+    return best_runs(LABELS["loss_after_minutes"], file, task="text", link=link, workers=workers)
 
 
 def loss_after_minutes(link: str, file: str = "learning_time.jsonl", workers: int = 4) -> Rows:
