@@ -19,7 +19,7 @@ def table_more_clients() -> Rows:
     for program in dict.fromkeys(name for name, _ in found):
         arms = {name: found[program, name] for name in LABELS["more_clients"]}
         words = {name: statistics.mean(arms[name]["words"]) for name in arms if name != "before"}
-        fewer = (number(words["dense"] / words[name], 0) for name in ("powersgd(2)", "quantized()", "after"))
+        fewer = (number(words["dense"] / words[x], 0) for x in words if x != "dense")
         rows.append([program, *map(_all, arms.values()), ", ".join(fewer)])
     return rows
 
