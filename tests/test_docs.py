@@ -83,7 +83,7 @@ def test_each_row_of_the_readme_runs_in_its_program(expression, tmp_path):
     (program,) = programs_of("../README")
     given = """
 import functools, optax
-for name in ("sparse_adamw", "ok_topk_sgd", "powersgd"):
+for name in ("sparse_adamw", "ok_topk_sgd", "quantized"):
     globals()[name] = functools.partial(getattr(optax_ext, name), axis="data")
 rate, m, optimizer = 1e-2, 0.9, optax.adamw(1e-2)
 """
@@ -219,12 +219,14 @@ def expressions():
 @pytest.mark.parametrize("expression", list(expressions()))
 @pytest.mark.one_in(2)
 def test_an_expression_of_a_table_can_be_trained_with(expression):
-    ours = ("sparse_adamw", "ok_topk_sgd", "ok_topk", "topk_a", "powersgd", "dense")
+    ours = ("sparse_adamw", "sparse_optimizer", "ok_topk_sgd", "ok_topk", "topk_a")
+    ours += ("quantized", "powersgd", "dense")
     names = {name: functools.partial(getattr(optax_ext, name), axis="data") for name in ours}
     names |= {name: getattr(optax_ext, name) for name in ("momentum_correction", "small_leaves")}
     # `rate` is the learning rate of the dense run, `m` its momentum, `r` a rank, `s` some steps.
     names |= {"rate": 1e-2, "m": 0.9, "r": 2, "s": 4, "density": 0.25}
-    names["optimizer"] = optax.lion(1e-3)
+    names |= {"optimizer": optax.lion(1e-3), "unit": optax.contrib.muon(1.0)}
+    names["scaling"] = optax.scale_by_factored_rms()
     tx = eval(expression, names | {"optax": optax, "optax_ext": optax_ext, "sc": sc})
     params = {"w": jnp.ones((40, 30))}
     state = optax_ext.abstract_state(tx, params, mesh(8))

@@ -48,7 +48,9 @@ OPTIMIZERS = {
     "nadam": Optimizer(lambda rate: optax.nadamw(rate, weight_decay=DECAY), 0.01),
     "adabelief": Optimizer(optax.adabelief, 0.01),
     "adafactor": Optimizer(
-        lambda rate: optax.adafactor(rate, min_dim_size_to_factor=_FACTORED),
+        lambda rate: optax.adafactor(
+            rate, min_dim_size_to_factor=_FACTORED, multiply_by_parameter_scale=False
+        ),
         0.01,
         lambda: optax.chain(
             optax.scale_by_factored_rms(min_dim_size_to_factor=_FACTORED),

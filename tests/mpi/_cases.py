@@ -199,6 +199,9 @@ TRAININGS = {
         lambda axis, _: optax.chain(optax_ext.ok_topk(0.05, axis=axis), optax.adam(1e-2)), 4, 50
     ),
     "sparse_adamw": Training(lambda axis, _: optax_ext.sparse_adamw(1e-2, axis=axis), 3, 14),
+    "quantized": Training(
+        lambda axis, _: optax.chain(optax_ext.quantized(axis=axis), optax.lion(1e-2)), 3, 12
+    ),
     "dense warm-up, lamb": Training(
         lambda axis, _: optax.chain(
             optax_ext.topk_a(0.05, axis=axis, dense_steps=3),

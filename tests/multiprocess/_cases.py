@@ -45,6 +45,7 @@ REDUCTIONS = {
     "codes": lambda: optax_ext.sparse_allreduce(
         select.topk(density=DENSITY), allreduce.partitioned_topk(bits=(1, 3)), axis="data"
     ),
+    "quantized": lambda: optax_ext.quantized(axis="data"),
     "dense": lambda: optax_ext.dense(axis="data"),
 }
 

@@ -164,6 +164,14 @@ def test_it_goes_over_several_axes_and_groups():
     assert all((flat({k: params[k]}) != flat({k: before[k]})).any() for k in before)
 
 
+def test_in_rounds_it_exchanges_the_movement():
+    outer = optax.chain(optax_ext.quantized(axis="data"), optax.sgd(1.0))
+    tx = optax_ext.local_steps(optax.contrib.muon(0.1), outer, every=4)
+    batches = [normal((32, 16), seed) for seed in range(40)]
+    found = train(tx, loss_fn, LAYER, batches, mesh())
+    assert float(found[-1][2]) < 0.3 * float(found[1][2])
+
+
 @pytest.mark.parametrize("bits", [2, (2,), (0, 3), (1, 2), (9, 9), (1.0, 3), (True, 3), "24", None])
 def test_bits_out_of_range_are_refused(bits):
     for make in (
