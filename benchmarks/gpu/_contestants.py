@@ -33,6 +33,7 @@ _WIDTH, _MATRIX = 1024, 2**22
 _NAMES = ("dense", "ok_topk", "ok_topk_reuse", "topk_a", "sparse_adamw", "sparse_sgd", "gtopk")
 _NAMES += (
     "powersgd",
+    "quantized",
     "partitioned_topk",
     "partitioned_topk_few",
     "partitioned_topk_1_3",

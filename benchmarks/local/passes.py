@@ -33,6 +33,7 @@ from ..gpu._paths import alone
 AXIS = "workers"
 SETTINGS = {"size": 4_000_000, "density": 0.01, "devices": 4}
 NAMES = ("dense/adamw", "sparse_adamw", "sparse_sgd", "ok_topk/adamw", "powersgd1/adamw")
+NAMES += ("quantized/adamw",)
 # Less than any pass over n, and more than small buffers vary.
 TOLERANCE = 0.5
 PATTERN: reports.Pattern = {
