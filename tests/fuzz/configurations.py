@@ -189,6 +189,13 @@ SEEDS = st.integers(0, 2**16)
 AGREED = ("not finite", "largest", "huge", "signs of the largest")
 
 
+def _keeps_others(without: str | None, exchange: Any) -> bool:
+    if without is None:
+        return exchange.may_keep_partial_sums
+    # The owner of an entry keeps the error of a sum.
+    return without.startswith("quantized")
+
+
 @st.composite
 def configurations(draw: Any, *, of_parts: bool = False) -> Configuration:
     """One value of every option.
@@ -278,7 +285,7 @@ def configurations(draw: Any, *, of_parts: bool = False) -> Configuration:
         nesterov=nesterov,
         data=data,
         seed=seed,
-        keeps_others=without is None and exchange.may_keep_partial_sums,
+        keeps_others=_keeps_others(without, exchange),
         products=without is not None,
         tied=tied,
     )
