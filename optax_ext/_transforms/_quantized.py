@@ -75,7 +75,7 @@ def quantized(
 
     Example:
       >>> import jax.numpy as jnp, sparse_collectives as sc
-      >>> tx = quantized((1, 3), axis="w")
+      >>> tx = quantized(axis="w")
       >>> def step(gradient):
       ...     return tx.update(gradient, tx.init(gradient))[0]
       >>> update = sc.simulate(step, axis="w", axis_size=2)(jnp.array([[1.0, -3.0], [5.0, -3.0]]))

@@ -171,10 +171,11 @@ def test_checkpoints(tmp_path):
     assert not np.asarray(optax_ext.get_state(names["consolidated"]).residual).any()
 
 
-def test_low_rank():
+@pytest.mark.parametrize("exchange", ["quantized", "acp_sgd"])
+def test_exchanges_without_a_selection(exchange):
     given = MODULES | {"params": {"w": jnp.ones((16, 12))}, "batches": [normal((32, 16))] * 3}
-    low_rank, _ = programs_of("allreduces")
-    names = names_after([low_rank], loss_fn=mean_square, **given)
+    (program,) = (text for text in programs_of("allreduces") if f"optax_ext.{exchange}(" in text)
+    names = names_after([program], loss_fn=mean_square, **given)
     assert int(optax_ext.get_state(names["opt_state"]).count) == 3
 
 
