@@ -102,6 +102,23 @@ class Exchange(Protocol):
         ...
 
 
+class WholeBuffer:
+    """What an :class:`Exchange` has of which every worker holds the whole buffer."""
+
+    @property
+    def shard_axis(self) -> AxisName:
+        """There are no shards."""
+        return ()
+
+    def part_size(self, size: int) -> int:
+        """All entries."""
+        return size
+
+    def scatter(self, gradient: jax.Array) -> jax.Array:
+        """The whole gradient of this worker."""
+        return gradient
+
+
 def checked_options(
     *,
     axis: AxisName,

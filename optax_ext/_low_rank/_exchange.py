@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_ext._error_feedback import _applied, _buffers, _layout, _sparse_state
-from optax_ext._error_feedback._contract import Accumulated, Options, Reduced
+from optax_ext._error_feedback._contract import Accumulated, Options, Reduced, WholeBuffer
 from optax_ext._error_feedback._sparse_state import SparseAllreduceState
 from optax_ext._low_rank import _factors, _matrices, _phases
 from optax_ext._low_rank._factors import Factors, times
 from optax_ext._low_rank._matrices import Matrix
 from optax_ext._low_rank._phases import Given, Product, Sum
-from sparse_collectives import AxisName, _compat, extend, transport
+from sparse_collectives import _compat, extend, transport
 
 # A factor above this bound, divided by the rank, is not sent. The product with a basis is then less
 # than the last bit of the largest number, so no difference from it overflows.
@@ -53,7 +53,7 @@ class Delivered(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class LowRankExchange:
+class LowRankExchange(WholeBuffer):
     """The :class:`Exchange` of :func:`powersgd` and :func:`acp_sgd`, which document it."""
 
     rank: int
@@ -66,22 +66,9 @@ class LowRankExchange:
         """Never: a worker keeps only the error of its own product."""
         return False
 
-    @property
-    def shard_axis(self) -> AxisName:
-        """Every worker holds the whole buffer."""
-        return ()
-
     def dense(self, params: Any, labels: tuple[bool, ...] | None) -> tuple[bool, ...] | None:
         """The leaves that the user has labeled dense, and those that have nothing to gain."""
         return _matrices.dense_leaves(params, labels, self.rank)
-
-    def part_size(self, size: int) -> int:
-        """Every worker holds the whole buffer."""
-        return size
-
-    def scatter(self, gradient: jax.Array) -> jax.Array:
-        """The whole gradient of this worker."""
-        return gradient
 
     def init(self, layout: _layout.TreeLayout, workers: int) -> tuple[Any, Any]:
         """No state for each worker; factors that all workers share."""

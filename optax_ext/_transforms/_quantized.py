@@ -51,8 +51,8 @@ def quantized(
     all_to_all and an all_gather; a dense allreduce takes ``2 (P-1)/P n``. The default is 1/10 of
     that. The number does not grow with P.
 
-    ``nonfinite`` treats gradients that are not finite as in :func:`sparse_allreduce`. If a sum is
-    too large for its dtype it stays in the residuals, and ``withheld`` counts it.
+    ``nonfinite`` treats gradients that are not finite as in :func:`sparse_allreduce`. What a
+    narrow leaf cannot hold of a sum stays in the residuals, and ``withheld`` counts such entries.
 
     Args:
       bits: of the codes of a worker's values, 1 to 8, and of the codes of the sums, 3 to 8.

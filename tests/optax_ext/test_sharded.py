@@ -42,7 +42,7 @@ WAYS = [
     for manual in (False, True)
     if name in ("topk_a", "ok_topk") or manual == (name in MANUAL)
 ]
-QUICK = [("topk_a", False), ("powersgd", True)]
+QUICK = [("topk_a", False), ("powersgd", True), ("quantized", False)]
 
 
 def has_the_bits_of_its_parts(tx, mesh, gradients, conserves=True, **options):
