@@ -69,6 +69,16 @@ def test_a_large_entry_drains_and_its_neighbors_go_on(first):
     np.testing.assert_allclose(others, steps, atol=8)
 
 
+def test_a_spike_does_not_spoil_the_unit_of_its_entry():
+    """With a unit of the spike, codes of all later gradients would be noise of its size."""
+    given = normal((50, 4, 512))
+    given[20, 1, 100] = 1e5
+    found = run(optax_ext.quantized(axis="w"), {"w": given})
+    updates = np.abs(np.asarray(found.updates["w"][:, 0]))
+    assert updates[20:30, 100].max() > 2e4
+    assert updates[30:, 100].max() < 3 * updates[30:].max(0).mean()
+
+
 def test_small_entries_of_a_block_have_units_of_their_own():
     """Without units, a code of 4 bits would round them to 0 for many steps at once."""
     workers, size, steps = 4, 512, 120
