@@ -91,20 +91,16 @@ class QuantizedExchange(WholeBuffer):
         units: Units = _sparse_state.without_lead(step.state.allreduce)
         unit = _units.units_of(units)
         # NaN stays NaN.
-        values = jnp.clip(acc / unit, -_LARGEST, _LARGEST)
+        values = jnp.clip(_units.in_units(acc, unit), -_LARGEST, _LARGEST)
         if step.all_finite is not None:
             # A skipped step takes part, with zeros to send.
             values = jnp.where(step.all_finite, values, 0.0)
         total, given = extend.sum_of_all(
             values, step.state.count, axis=options.axis, bits=self.bits
         )
+        # Exact, and finite: increments are below 2^103, and the units of a block differ by less
+        # than 2^8.
         total, given = total * unit, given * unit
-        if options.nonfinite != "propagate":
-            # They are finite: increments are below 2^103, and the units of a block differ by less
-            # than 2^8. But without a choice in between, XLA rounds a product and a difference
-            # together in some outputs of a program, and not in others.
-            ok = jnp.isfinite(total)
-            total, given = jnp.where(ok, total, 0.0), jnp.where(ok, given, 0.0)
         mean, rounding, saturated = _applied.mean_of(
             total,
             step.layout,

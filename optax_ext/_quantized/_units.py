@@ -1,26 +1,37 @@
-"""The unit of each entry: its own size in past updates, which all workers know."""
+"""The unit of each entry: its own size in past updates, which all workers know.
+
+All arithmetic on values is exact but for sums: units are powers of two, and a square has at most
+24 significant bits. So programs that round a product and a sum together, and programs that do not,
+have the same bits.
+"""
 
 from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from optax_ext._error_feedback import _nonfinite, _roles
 from optax_ext._error_feedback._roles import OF_SHARD, SHARED
 from sparse_collectives import _platform
-from sparse_collectives._sparse_ops import sum_by_halves
+from sparse_collectives._sparse_ops import sum_of
 
 # The entries of a flat buffer that share a smallest unit; a code has scales for as many.
 _BLOCK = 256
-# The share that is kept of the mean square at each step.
-_DECAY = 0.97
+# The share of a new square in the mean square.
+_SHARE = 2.0**-5
 # The smallest unit of an entry, as a multiple of the root mean square of its block. Entries that
 # have hardly moved would have units so small that their first gradient is a huge number of them.
-_SMALLEST = 0.1
+_SMALLEST = 0.125
 # An update counts up to this multiple of its unit, so that a spike does not make a unit useless.
 _MOST = 4.0
 # In a block that has not moved units are 1, and if they are so small that a quotient may overflow.
 _TINY = 2.0**-62
+# Sign and exponent of a float32; with 11 more bits of the significand, the square is exact.
+_POWER, _SQUARED = np.int32(-0x800000), np.int32(-0x1000)
+# Minus the bits of a power of two, the bits of its inverse.
+_TWICE_ONE = np.int32(0x7F000000)
 
 
 @_roles.declared
@@ -42,19 +53,24 @@ def start(size: int) -> Units:
 
 
 def units_of(units: Units) -> jax.Array:
-    """The unit of each entry, ``f32[n]``, in 2^-62 to 2^64; 1 in a block that has not moved."""
-    square = units.mean_square
-    size = square.shape[0]
-    blocks = jnp.pad(square, (0, -size % _BLOCK)).reshape(-1, _BLOCK)
-    # Divided first, because the sum may overflow.
-    smallest = _SMALLEST * jnp.sqrt(sum_by_halves(blocks / _BLOCK))[:, None]
+    """The unit of each entry, a power of two ``f32[n]`` from 2^-62 to 2^64.
+
+    It is 1 in a block that has not moved.
+    """
+    blocks, smallest = _blocks(units), _smallest(units)
 
     def unit(blocks: jax.Array, smallest: jax.Array) -> jax.Array:
         found = jnp.sqrt(blocks) + smallest
-        return jnp.where(smallest > _TINY, found, 1.0)
+        return jnp.where(smallest > _TINY, _masked(found, _POWER), 1.0)
 
     # A CPU would take the mean of a block again for each of its entries.
-    return _platform.written(unit, blocks, smallest).reshape(-1)[:size]
+    return _platform.written(unit, blocks, smallest).reshape(-1)[: units.mean_square.shape[0]]
+
+
+def in_units(values: jax.Array, unit: jax.Array) -> jax.Array:
+    """``values / unit``: the inverse of a power of two takes no division."""
+    inverse = _TWICE_ONE - lax.bitcast_convert_type(unit, jnp.int32)
+    return values * lax.bitcast_convert_type(inverse, jnp.float32)
 
 
 def following(units: Units, unit: jax.Array, update: jax.Array) -> Units:
@@ -65,7 +81,27 @@ def following(units: Units, unit: jax.Array, update: jax.Array) -> Units:
       unit: ``f32[n]``, of :func:`units_of`.
       update: ``f32[n]``.
     """
-    most = jnp.where(unit == 1.0, _nonfinite.LARGEST_GRADIENT, _MOST * unit)
+    has_moved = jnp.broadcast_to(_smallest(units) > _TINY, _blocks(units).shape)
+    has_moved = has_moved.reshape(-1)[: update.shape[0]]
+    most = jnp.where(has_moved, _MOST * unit, _nonfinite.LARGEST_GRADIENT)
     seen = jnp.minimum(jnp.abs(update), jnp.minimum(most, _nonfinite.LARGEST_GRADIENT))
-    step = (1 - _DECAY) * (seen * seen - units.mean_square)
+    seen = _masked(seen, _SQUARED)
+    step = _SHARE * (seen * seen - units.mean_square)
     return Units(units.mean_square + jnp.where(jnp.isfinite(update), step, 0.0))
+
+
+def _blocks(units: Units) -> jax.Array:
+    """The mean squares in blocks, ``f32[b, _BLOCK]``."""
+    square = units.mean_square
+    return jnp.pad(square, (0, -square.shape[0] % _BLOCK)).reshape(-1, _BLOCK)
+
+
+def _smallest(units: Units) -> jax.Array:
+    """The smallest unit of each block, ``f32[b, 1]``; 0 if it has not moved."""
+    # Divided first, because the sum may overflow.
+    mean = sum_of(lambda blocks: blocks / _BLOCK, _blocks(units))
+    return _SMALLEST * jnp.sqrt(mean)[:, None]
+
+
+def _masked(x: jax.Array, mask: np.int32) -> jax.Array:
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & mask, jnp.float32)

@@ -31,7 +31,7 @@ def quantized(
         acc_i &= residual_i + local(g_i) \\
         sent_i &= u \, Q_{up}(acc_i / u) \\
         update &= \tfrac{1}{P} u \, Q_{down}(\tfrac{1}{u} \sum_i sent_i) \\
-        v &= 0.97 \, v + 0.03 \, update^2 \qquad u = \sqrt v + 0.1 \, rms_{256}(\sqrt v)
+        v &= v + \tfrac{1}{32} (update^2 - v) \qquad u = 2^{\lfloor \log_2 (\sqrt v + \frac 1 8 rms_{256}(\sqrt v)) \rfloor}
 
     Each entry belongs to one worker, and at each step to the next one. A worker sends its entries
     to their owners in codes (Q up), the owner adds its own values, which are not rounded, and sends

@@ -1,6 +1,6 @@
 """Bits, bit sets, compaction and the k largest, from which a padded COO buffer is made."""
 
-from sparse_collectives._sparse_ops._bits import all_below, sum_by_halves
+from sparse_collectives._sparse_ops._bits import all_below, sum_of
 
 # The parts that `optax_ext` uses.
-__all__ = ["all_below", "sum_by_halves"]
+__all__ = ["all_below", "sum_of"]

@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from sparse_collectives import _compat
-from sparse_collectives._platform import by_platform, once
+from sparse_collectives._platform import by_platform, once, written
 
 MAGNITUDE_BITS = 31
 # The pattern of infinity: finite magnitudes are below it, and NaN is above.
@@ -122,10 +122,29 @@ def sum_by_halves(values: jax.Array) -> jax.Array:
     The halves are added, so that a CPU adds vectors in the loop that makes the values; it would
     write them first, and then add one after the other.
     """
-    while values.shape[-1] > 8:
+    return jnp.sum(by_halves(operator.add, values, 8), axis=-1)
+
+
+def sum_of(function: Callable[..., jax.Array], *args: jax.Array) -> jax.Array:
+    """:func:`sum_by_halves` of ``function(*args)``, in one pass over the arguments on a CPU."""
+
+    def groups(*args: jax.Array) -> jax.Array:
+        return by_halves(operator.add, function(*args), 32)
+
+    return sum_by_halves(written(groups, *args))
+
+
+def by_halves(
+    combine: Callable[[jax.Array, jax.Array], jax.Array], values: jax.Array, groups: int
+) -> jax.Array:
+    """The last axis of ``f[..., c]`` combined to so many groups i, i + groups, ...
+
+    Both are powers of two; a shorter axis stays as it is.
+    """
+    while values.shape[-1] > groups:
         half = values.shape[-1] // 2
-        values = values[..., :half] + values[..., half:]
-    return jnp.sum(values, axis=-1)
+        values = combine(values[..., :half], values[..., half:])
+    return values
 
 
 def popcount(words: jax.Array) -> jax.Array:

@@ -120,6 +120,22 @@ def test_words_are_a_few_bits_of_each_entry(size, workers, bits):
         assert sum(bits) <= each <= 1.01 * (sum(bits) + scales)
 
 
+@pytest.mark.parametrize("bits", PAIRS)
+def test_its_bits_do_not_depend_on_what_a_compiler_fuses(bits):
+    """Where XLA rounds a product and a sum together differs between programs that hold a step."""
+    workers, size = 4, 700
+    tx = optax_ext.quantized(bits, axis="w")
+    given = normal((3, workers, size)) * np.geomspace(1, 1e-3, size, dtype=np.float32)
+    one = sc.simulate(tx.update, axis="w", axis_size=workers)
+    states = [sc.simulate(tx.init, axis="w", axis_size=workers)(jnp.zeros((workers, size)))] * 2
+    for gradients in given:
+        fused = jax.jit(one)(gradients, states[0])
+        with jax.disable_jit():
+            single = one(gradients, states[1])
+        jax.tree.map(np.testing.assert_array_equal, fused, single)
+        states = [fused[1], single[1]]
+
+
 OPTIMIZERS = {
     "adam": optax.adam(0.03),
     "lion": optax.lion(0.01),

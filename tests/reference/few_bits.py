@@ -10,13 +10,15 @@ def to_bfloat16(x):
     return (bits.astype(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
 
 
-def mean_without_outliers(magnitudes, slots):
-    """The mean of ``f[m]`` in which none counts for more than a multiple of the mean before."""
-    if not len(magnitudes):
-        return 0.0
+def sum_without_outliers(magnitudes, slots):
+    """The sum, in which no group counts for more than a multiple of the mean group before."""
+    groups = np.array([magnitudes[i::32].sum() for i in range(min(32, len(magnitudes)))])
     most = min(4, max(1.25, slots / 4))
-    found = np.mean(magnitudes)
-    while (following := np.mean(np.minimum(magnitudes, most * found))) < 0.9999 * found:
+    found = groups.sum()
+    for _ in range(100):
+        following = np.minimum(groups, most * found / len(groups)).sum()
+        if following >= 0.9999 * found:
+            break
         found = following
     return found
 
@@ -28,17 +30,18 @@ def arrives(values, bits, block=256):
     for start in range(0, len(values), block):
         part = values[start : start + block]
         magnitude = np.abs(part)
-        mean = mean_without_outliers(magnitude, len(values))
+        total = sum_without_outliers(magnitude, len(values))
+        mean = total / len(part)
         at = np.arange(start, start + len(part))
         sign = np.where((part < 0) | ((part == 0) & (at % 2 == 1)), -1.0, 1.0)
         if bits == 1:
             found = sign * to_bfloat16(mean)
         elif bits == 2:
             high = magnitude > mean
-            low = to_bfloat16(np.mean(magnitude[~high])) if not high.all() else 0
-            found = sign * np.where(
-                high, to_bfloat16(mean_without_outliers(magnitude[high], len(values))), low
-            )
+            low = magnitude[~high].sum()
+            above = max(mean, (total - low) / max(high.sum(), 1))
+            low /= max((~high).sum(), 1)
+            found = sign * np.where(high, to_bfloat16(above), to_bfloat16(low))
         else:
             most = 2 ** (bits - 1) - 1
             step = to_bfloat16(min(4 * mean, magnitude.max()) / most)

@@ -4,18 +4,21 @@ import numpy as np
 
 from tests.reference.few_bits import arrives
 
-BLOCK, DECAY, SMALLEST = 256, 0.97, 0.1
+BLOCK, SHARE, SMALLEST = 256, 1 / 32, 0.125
 
 
 def units(square):
-    """The unit of each entry, from the running mean of the squares of updates."""
-    found = np.zeros(len(square))
+    """The unit of each entry, and how far an update counts."""
+    found, most = np.zeros(len(square)), np.zeros(len(square))
     for start in range(0, len(square), BLOCK):
         part = square[start : start + BLOCK]
         # The last block counts as a whole one.
         smallest = SMALLEST * np.sqrt(part.sum() / BLOCK)
-        found[start : start + BLOCK] = np.sqrt(part) + smallest if smallest > 2.0**-62 else 1.0
-    return found
+        here = slice(start, start + BLOCK)
+        has_moved = smallest > 2.0**-62
+        found[here] = 2 ** np.floor(np.log2(np.sqrt(part) + smallest)) if has_moved else 1.0
+        most[here] = 4 * found[here] if has_moved else np.inf
+    return found, most
 
 
 def step(acc, square, count, bits):
@@ -25,7 +28,7 @@ def step(acc, square, count, bits):
     """
     workers, size = acc.shape
     up, down = bits
-    unit, slots = units(square), BLOCK * -(-size // (workers * BLOCK))
+    (unit, most), slots = units(square), BLOCK * -(-size // (workers * BLOCK))
     values, total, given = acc / unit, np.zeros(size), np.zeros_like(acc)
     for part in range(workers):
         owner, here = (part - count) % workers, slice(part * slots, (part + 1) * slots)
@@ -35,5 +38,5 @@ def step(acc, square, count, bits):
         sent[owner] -= sent.sum(0) - total[here]
         given[:, here] = sent
     update = total * unit / workers
-    seen = np.where(unit == 1, np.abs(update), np.minimum(np.abs(update), 4 * unit))
-    return update, acc - given * unit, DECAY * square + (1 - DECAY) * seen**2
+    seen = np.minimum(np.abs(update), most)
+    return update, acc - given * unit, square + SHARE * (seen**2 - square)

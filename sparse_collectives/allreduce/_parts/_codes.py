@@ -5,14 +5,17 @@ magnitudes on either side of that. Means make the error of a block smaller than 
 these are, so that residuals stay bounded (Karimireddy et al., `Error Feedback Fixes SignSGD
 <https://arxiv.org/abs/1901.09847>`_, ICML 2019). With more bits codes are multiples of a step, but
 for the largest code, which is the largest magnitude of the block. A magnitude far above its block
-counts for a few times the mean only in a mean or a step, since it would make all others too large,
-or round them to 0.
+would make all others too large, or round them to 0. So a mean is one of groups of eight slots, each
+of which counts for a few times the mean group at most.
+
+Scales have eight significant bits, so that a multiple of a scale is exact. A program may then round
+a product and a sum together or one after the other, as XLA does in some fusions and not in others,
+and gives the same bits.
 """
 
 import functools
 import math
 import operator
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +26,9 @@ from sparse_collectives._sparse_ops import _bits
 
 # Slots that share their scales.
 BLOCK = 256
-# A magnitude counts up to this multiple of the mean, and steps reach so far.
+# Groups of a block, of the slots i, i + 32, ...
+_GROUPS = 32
+# A group counts up to this multiple of the mean group, and steps reach so many means.
 _MOST = 4.0
 # So many octaves of an outlier are left out of a mean.
 _OCTAVES = 16
@@ -54,15 +59,15 @@ def encode(
     starts = BLOCK * lax.broadcasted_iota(jnp.int32, values.shape[:2], 1)
     count = jnp.clip(counts[:, None] - starts, 0, BLOCK).astype(jnp.float32)
     magnitude = jnp.abs(values)
-    scale = _mean(lambda top: jnp.minimum(magnitude, top), count, slots)
+    total = _sum_without_outliers(values, count, slots)
+    scale = _mean(total, count)
     if bits == 2:
         is_high = magnitude > scale[..., None]
-        above = _bits.sum_by_halves(is_high.astype(jnp.float32))
+        above = _bits.sum_of(_above, values, scale)
         # All of these are below the scale, so none is an outlier.
-        low = _bits.sum_by_halves(jnp.where(is_high, 0, magnitude) / BLOCK)
-        low *= BLOCK / jnp.maximum(count - above, 1)
-        high = _mean(lambda top: jnp.where(is_high, jnp.minimum(magnitude, top), 0), above, slots)
-        scales = [_rounded(low), _rounded(high)]
+        below = _bits.sum_of(_below, values, scale)
+        high = jnp.maximum(scale, _mean(total - below, above))
+        scales = [_rounded(_mean(below, count - above)), _rounded(high)]
         code = is_high.astype(jnp.int32) | (_is_negative(values) << 1)
     elif bits == 1:
         scales, code = [_rounded(scale)], _is_negative(values)
@@ -119,29 +124,43 @@ def _scales_of(slots: int, bits: int) -> int:
     return -(-slots // BLOCK) * (1 if bits == 1 else 2)
 
 
-def _mean(upto: Callable[[jax.Array], jax.Array], count: jax.Array, slots: int) -> jax.Array:
-    """The mean ``f32[r, b]`` of magnitudes, without far larger ones.
+def _sum_without_outliers(values: jax.Array, count: jax.Array, slots: int) -> jax.Array:
+    """The sum of each block over ``BLOCK``, ``f32[r, b]``, without far larger magnitudes.
 
     Args:
-      upto: for the largest magnitude that counts, ``f32[r, b, 1]``, the magnitudes of each block
-        ``f32[r, b, BLOCK]``, all but ``count`` of which are zero.
+      values: ``f32[r, b, BLOCK]``, of which all but ``count`` are zero.
       count: ``f32[r, b]``.
       slots: of a row.
     """
     # In a short block an outlier has a large share of the mean.
     most = min(_MOST, max(1.25, slots / 4))
-    # Each pass divides the share of a single outlier by this.
-    octaves = math.log2(max(1.1, min(slots, BLOCK) / most))
-    share = BLOCK / jnp.maximum(count, 1)
+    # Each turn divides the share of a single outlier by this.
+    octaves = math.log2(max(1.1, min(slots, _GROUPS) / most))
+    share = most / jnp.clip(count, 1, _GROUPS)
 
-    def mean(top: jax.Array) -> jax.Array:
+    def groups(values: jax.Array) -> jax.Array:
         # Divided first, because the sum may overflow.
-        return _bits.sum_by_halves(upto(top[..., None]) / BLOCK) * share
+        return _bits.by_halves(operator.add, jnp.abs(values) / BLOCK, _GROUPS)
 
-    found = mean(jnp.full(count.shape, jnp.inf, jnp.float32))
+    each = written(groups, values)
+    found = _bits.sum_by_halves(each)
     for _ in range(min(10, math.ceil(_OCTAVES / octaves))):
-        found = mean(most * found)
+        found = _bits.sum_by_halves(jnp.minimum(each, (share * found)[..., None]))
     return found
+
+
+def _above(values: jax.Array, scale: jax.Array) -> jax.Array:
+    return jnp.where(jnp.abs(values) > scale[..., None], 1.0, 0.0)
+
+
+def _below(values: jax.Array, scale: jax.Array) -> jax.Array:
+    magnitude = jnp.abs(values)
+    return jnp.where(magnitude > scale[..., None], 0.0, magnitude / BLOCK)
+
+
+def _mean(total: jax.Array, count: jax.Array) -> jax.Array:
+    """The mean of so many magnitudes, whose sum is ``BLOCK`` times the total."""
+    return total * (BLOCK / jnp.maximum(count, 1))
 
 
 def _is_negative(values: jax.Array) -> jax.Array:
