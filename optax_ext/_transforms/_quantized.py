@@ -31,14 +31,15 @@ def quantized(
         acc_i &= residual_i + local(g_i) \\
         sent_i &= u \, Q_{up}(acc_i / u) \\
         update &= \tfrac{1}{P} u \, Q_{down}(\tfrac{1}{u} \sum_i sent_i) \\
-        v &= v + \tfrac{1}{32} (update^2 - v) \qquad u = 2^{\lfloor \log_2 (\sqrt v + \frac 1 8 rms_{256}(\sqrt v)) \rfloor}
+        v &= v + \tfrac{1}{32} (update^2 - v) \\
+        \log_2 u &= \lfloor \log_2 (\sqrt v + \tfrac 1 8 rms_{256}(\sqrt v)) \rfloor
 
     Each entry belongs to one worker, and at each step to the next one. A worker sends its entries
     to their owners in codes (Q up), the owner adds its own values, which are not rounded, and sends
     the sums to all in codes (Q down). Codes have scales for each 256 entries. The unit u of an
     entry is its own size in past updates, the same on every worker, so that the small entries of a
     block, which many optimizers enlarge, do not drown in the rounding of the large ones. It costs
-    no words.
+    no words, and as a power of two it changes no digit of a value.
 
     Each worker keeps the errors of the codes that it made. So nothing is lost: over the workers,
     the sum of ``acc`` is P times the update plus the sum of the new residuals. Give it *local*
