@@ -19,9 +19,11 @@ from sparse_collectives import allreduce, select, wire
 from .._common.contestants import CONTESTANTS, DECAY, Contestant, find, optimizer
 from ..training._recorded_training import MOMENTUM, schedule
 from ..training._simulated_training import AXIS, Variant, exact_top_k
+from ._optimizers import DENSE, DILOCO, EXCHANGES, INSIDE, OPTIMIZERS, transformations
+from ._optimizers import ROUNDS as IN_ROUNDS
 from ._tasks import ADAMW, DELAYED, KINDS
 
-DENSE, NOTHING = "dense", "nothing exchanged"
+NOTHING = "nothing exchanged"
 # The sparse ones get as many words as ``ok_topk`` at 1 %.
 DENSITY = 0.01
 Train = Callable[[float, int], Variant]
@@ -217,13 +219,19 @@ def neighbour_over_links(given: Sequence[Option]) -> tuple[str, Make]:
 
 
 def _rounds(given: Sequence[Option], axis: str) -> tuple[str, Make] | None:
-    """AdamW in the rounds of another system, ``optimizer=diloco every=10``, and its name."""
+    """Another optimizer than the sparse one, and its name.
+
+    It is AdamW in the rounds of another system, ``optimizer=diloco every=10``; or one of optax and
+    its exchange, ``optimizer=muon exchange=quantized(2, 4)``.
+    """
     options = dict(given)
     system = options.pop("optimizer", None)
     if system is None:
         return None
+    if system in OPTIMIZERS:
+        return _of_optax(system, **options)
     if system not in ROUNDS:
-        raise ValueError(f"optimizer={system} is none of {', '.join(ROUNDS)}")
+        raise ValueError(f"optimizer={system} is none of {', '.join([*ROUNDS, *OPTIMIZERS])}")
 
     given_to = dict(options)
     if codec := options.get("codec"):
@@ -236,6 +244,13 @@ def _rounds(given: Sequence[Option], axis: str) -> tuple[str, Make] | None:
 
     make(lambda count: 0.1)
     return _name_of(system, list(options.items())), make
+
+
+def _of_optax(name: str, exchange: str = DENSE) -> tuple[str, Make]:
+    known = [*EXCHANGES, *IN_ROUNDS, *DILOCO, *([INSIDE] if OPTIMIZERS[name].scaling else [])]
+    if exchange not in known:
+        raise ValueError(f"exchange={exchange} of {name} is none of {', '.join(known)}")
+    return f"{name}, {exchange}", lambda at: optax.chain(*transformations(name, exchange, at))
 
 
 def _arguments(make: Callable[..., Any], given: Sequence[Option]) -> dict[str, Any]:
