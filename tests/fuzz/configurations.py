@@ -203,7 +203,8 @@ def configurations(draw: Any, *, of_parts: bool = False) -> Configuration:
     ``of_parts`` leaves only what runs of parts of the leaves reproduce to the bit. It excludes
     nodes, whose workers share a residual, labels by the shape of a leaf, options that look at
     whole leaves, data by which workers agree not to take a step, and products that a program may
-    round together with a sum or before it (momentum, decay, low rank, codecs with scales).
+    round together with a sum or before it (momentum, decay, low rank, codecs whose products are
+    not exact).
     """
 
     def one_of(*options: Any) -> Any:
@@ -230,7 +231,8 @@ def configurations(draw: Any, *, of_parts: bool = False) -> Configuration:
         momentum, decay = None, 1.0
     dense_steps = one_of("no", *DENSE_STEPS)
     dense_leaves = None if of_parts else one_of(None, "small")
-    without = None if of_parts else one_of(*[None] * 10, *WITHOUT)
+    others = [name for name in WITHOUT if not of_parts or name.startswith("quantized")]
+    without = one_of(*[None] * (5 if of_parts else 10), *others)
     limit = one_of(None, None, *LIMITS)
     around = "nothing" if of_parts else one_of(*["nothing"] * 5, *AROUND)
     every = one_of(1, 1, 1, 2, 3)
