@@ -4,9 +4,10 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import optax
 
-from optax_ext.contrib._trust_ratio import scale_by_trust_ratio
+from optax_ext.contrib._trust_ratio import ratios_of, scale_by_trust_ratio
 from sparse_collectives import AxisName
 
 MaskOrFn = Any | Callable[[Any], Any] | None
@@ -22,13 +23,28 @@ def lars(
     momentum: float | jax.Array = 0.9,
     nesterov: bool = False,
     *,
+    separate_norms: bool = False,
     axis: AxisName,
 ) -> optax.GradientTransformationExtraArgs:
-    """``optax.lars`` with the norms partitioned over the workers.
+    r"""``optax.lars`` with the norms partitioned over the workers.
 
     The arguments and the state are the same as for ``optax.lars``, and so is the result, up
     to rounding. For the cost, and for the functions inside which it runs, see
     :func:`scale_by_trust_ratio`, which computes the trust ratio.
+
+    With weight decay there are two forms of the ratio. optax divides by the norm of gradient and
+    decay together; the two papers divide by the sum of their norms, which ``separate_norms`` does:
+
+    .. math::
+
+        \lambda^{(l)} = \gamma \frac{\|w\|}{\|g + \beta w\| + \epsilon}
+        \quad\text{or}\quad
+        \lambda^{(l)} = \gamma \frac{\|w\|}{\|g\| + \beta \|w\| + \epsilon}
+
+    for a weight decay of beta. Where the gradient of a layer and its decay are orthogonal, the
+    first ratio is up to 1.4 times the second one. Where they cancel, the first grows to any size,
+    and the second stays below gamma / beta. The first is the default, so that nothing changes for
+    those who come from optax.
 
     Args:
       learning_rate: a number, or a schedule of the step count.
@@ -41,6 +57,8 @@ def lars(
         Only their norms are computed.
       momentum: its decay rate.
       nesterov: whether the momentum is Nesterov's.
+      separate_norms: whether a ratio has the sum of the norms of gradient and decay, by
+        Equation 11 of Shi et al. It takes one norm more for each layer.
       axis: the mesh axis (or a tuple of them) of the data-parallel workers.
 
     Returns:
@@ -52,19 +70,53 @@ def lars(
 
     References:
       You et al., `Large Batch Training of Convolutional Networks
-      <https://arxiv.org/abs/1708.03888>`_, 2017.
+      <https://arxiv.org/abs/1708.03888>`_, 2017. Shi et al., `Towards Scalable Distributed
+      Training of Deep Learning on Public Cloud Clusters <https://arxiv.org/abs/2010.10458>`_,
+      MLSys 2021, Equation 11.
 
     Example:
       >>> import optax, optax_ext
       >>> tx = optax.chain(optax_ext.ok_topk(0.01, axis="data"), lars(0.1, axis="data"))
     """
-    ratio = scale_by_trust_ratio(trust_coefficient=trust_coefficient, eps=eps, axis=axis)
+    decay = optax.add_decayed_weights(weight_decay, mask=weight_decay_mask)
+    if separate_norms:
+        scaled = [_by_separate_norms(decay, trust_coefficient, eps, trust_ratio_mask, axis)]
+    else:
+        ratio = scale_by_trust_ratio(trust_coefficient=trust_coefficient, eps=eps, axis=axis)
+        scaled = [decay, optax.masked(ratio, mask=trust_ratio_mask)]
     return optax.chain(
-        optax.add_decayed_weights(weight_decay, mask=weight_decay_mask),
-        optax.masked(ratio, mask=trust_ratio_mask),
+        *scaled,
         optax.scale_by_learning_rate(learning_rate),
         optax.trace(decay=cast(Any, momentum), nesterov=nesterov),
     )
+
+
+def _by_separate_norms(
+    decay: optax.GradientTransformation,
+    trust_coefficient: float | jax.Array,
+    eps: float | jax.Array,
+    mask: MaskOrFn,
+    axis: AxisName,
+) -> optax.GradientTransformation:
+    """Weight decay, and a trust ratio of two norms of each layer: of gradients and of decay."""
+
+    def update(updates: Any, state: Any, params: Any = None):
+        decayed, state = decay.update(updates, state, params)
+        added = jax.tree.map(jnp.subtract, decayed, updates)
+        ratios = ratios_of(params, [updates, added], 0.0, trust_coefficient, eps, axis=axis)
+        leaves, treedef = jax.tree.flatten(decayed)
+        chosen = mask(params) if callable(mask) else mask
+        # A mask may be a prefix of the parameters.
+        chosen = jax.tree.leaves(
+            jax.tree.map(lambda m, u: jax.tree.map(lambda _: m, u), chosen, decayed)
+        )
+        scaled = [
+            u * r.astype(u.dtype) if m else u
+            for u, r, m in zip(leaves, ratios, chosen, strict=True)
+        ]
+        return treedef.unflatten(scaled), state
+
+    return optax.GradientTransformation(decay.init, update)
 
 
 def lamb(

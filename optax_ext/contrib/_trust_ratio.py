@@ -5,6 +5,7 @@ computes the same norms of all layers. Here a worker computes 1/P of each norm, 
 over the workers completes them (the parallel tensor operator of Shi et al.).
 """
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import jax
@@ -90,22 +91,9 @@ def scale_by_trust_ratio(
         return optax.EmptyState()
 
     def update(updates: Any, state: optax.EmptyState, params: Any = None):
-        if params is None:
-            raise ValueError(
-                "params=None was given, but a trust ratio needs them: call "
-                "tx.update(updates, state, params)."
-            )
-        workers = workers_of(axis, "norms", "the function of the same name in optax")
-        _check_leaves("updates", updates, axis)
-        _check_leaves("params", params, axis)
+        ratios = ratios_of(params, [updates], min_norm, trust_coefficient, eps, axis=axis)
         leaves, treedef = jax.tree.flatten(updates)
         weights = treedef.flatten_up_to(params)
-        if not leaves:
-            return updates, state
-
-        partial, whole = partial_squares([*weights, *leaves], transport.axis_index(axis), workers)
-        squares = complete_squares(partial, whole, axis)
-        ratios = trust_ratios(squares, min_norm, trust_coefficient, eps)
         scaled = [
             # In the dtype of optax's ratio.
             u * r.astype(jnp.result_type(u, w, min_norm, trust_coefficient, eps))
@@ -116,6 +104,42 @@ def scale_by_trust_ratio(
     # optax types a state as any pytree, which NamedTuples of arrays are at run time.
     tx = optax.GradientTransformation(cast(Any, init), cast(Any, update))
     return optax.with_extra_args_support(tx)
+
+
+def ratios_of(
+    params: Any,
+    parts: Sequence[Any],
+    min_norm: float | jax.Array,
+    trust_coefficient: float | jax.Array,
+    eps: float | jax.Array,
+    *,
+    axis: AxisName,
+) -> jax.Array:
+    """The trust ratio of each layer, ``f32[L]``.
+
+    Args:
+      params: the same on every worker.
+      parts: trees like the parameters. The norm of an update is the sum of the norms of its parts.
+      min_norm: the smallest norm, of parameters and parts.
+      trust_coefficient: gamma.
+      eps: added to the norm of an update.
+      axis: of the workers.
+    """
+    if params is None:
+        raise ValueError(
+            "params=None was given, but a trust ratio needs them: call "
+            "tx.update(updates, state, params)."
+        )
+    workers = workers_of(axis, "norms", "the function of the same name in optax")
+    _check_leaves("updates", parts[0], axis)
+    _check_leaves("params", params, axis)
+    structure = jax.tree.structure(parts[0])
+    leaves = [leaf for tree in (params, *parts) for leaf in structure.flatten_up_to(tree)]
+    if not leaves:
+        return jnp.zeros((0,))
+    partial, whole = partial_squares(leaves, transport.axis_index(axis), workers)
+    squares = complete_squares(partial, whole, axis).reshape(1 + len(parts), -1)
+    return trust_ratios(squares, min_norm, trust_coefficient, eps)
 
 
 def partial_squares(
@@ -166,11 +190,11 @@ def trust_ratios(
     trust_coefficient: float | jax.Array,
     eps: float | jax.Array,
 ) -> jax.Array:
-    """``f32[L]`` from ``squares f32[2 L]``, with the parameters first."""
+    """``f32[L]`` from ``squares f32[1 + m, L]`` of the parameters and the parts of the updates."""
     clipped = jnp.sqrt(squares) <= min_norm
     # Two choices, so that the derivative at a norm of zero is zero, as in optax.
     norms = jnp.where(clipped, min_norm, jnp.sqrt(jnp.where(clipped, 1.0, squares)))
-    param_norm, update_norm = jnp.split(norms, 2)
+    param_norm, update_norm = norms[0], jnp.sum(norms[1:], axis=0)
     ratio = trust_coefficient * param_norm / (update_norm + eps)
     return jnp.where((param_norm == 0.0) | (update_norm == 0.0), 1.0, ratio)
 

@@ -168,6 +168,47 @@ def test_equal_to_optax_on_eight_devices(name, mode):
     equal_to_optax(result, name)
 
 
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_lars_with_separate_norms_is_equation_11(workers):
+    """By the text: gamma eta |w| / (|g| + decay |w|) times gradient and decay."""
+    gamma, eta, beta = 0.01, 0.5, 0.1
+    params = {k: np.asarray(x, np.float64) for k, x in tree().items()}
+    random = {k: np.asarray(x, np.float64) for k, x in tree(1).items()}
+    # A gradient that nearly cancels the decay, where optax's ratio is far larger.
+    cancels = {k: -beta * w + 1e-4 * random[k] for k, w in params.items()}
+    masked = "even"
+    for gradients in (random, cancels):
+        tx = contrib.lars(
+            eta,
+            weight_decay=beta,
+            trust_coefficient=gamma,
+            momentum=0.0,
+            trust_ratio_mask={k: k != masked for k in params},
+            separate_norms=True,
+            axis="w",
+        )
+        given = [
+            {k: jnp.asarray(x, jnp.float32) for k, x in t.items()} for t in (gradients, params)
+        ]
+        step = sc.simulate(
+            lambda g, p, tx=tx: tx.update(g, tx.init(p), p)[0],
+            axis="w",
+            axis_size=workers,
+            in_axes=None,
+        )
+        found = of_worker_zero(step(*given))
+        for k, w in params.items():
+            g, norm = gradients[k], np.linalg.norm
+            zero = not norm(w) or not norm(g) + beta * norm(w)
+            local = eta * (
+                1 if zero or k == masked else gamma * norm(w) / (norm(g) + beta * norm(w))
+            )
+            expected = -local * (g + beta * w)
+            # The gradient and the decay are added in float32, of which little may be left.
+            most = 1e-6 * local * (np.abs(g) + beta * np.abs(w)).max(initial=0)
+            np.testing.assert_allclose(found[k], expected, rtol=1e-5, atol=most)
+
+
 def scaled(updates, params, workers):
     def step(updates, params):
         return RATIO.update({"a": updates}, (), {"a": params})[0]["a"]
