@@ -69,13 +69,13 @@ EXCHANGES: dict[str, Callable[[], optax.GradientTransformation]] = {
 def transformations(
     name: str, exchange: str, at: optax.Schedule, selector: Callable[[float], Any] | None = None
 ) -> tuple[Any, Any]:
-    """What is exchanged, and what comes after it.
+    """An exchange and the optimizer after it.
 
     Args:
       name: of an optimizer.
       exchange: before it; or the scaling of the optimizer in a sparse one, or rounds of it.
       at: learning rates.
-      selector: of a density; None: that of the library.
+      selector: of a density; None: the default of the library.
     """
     optimizer = OPTIMIZERS[name]
     if exchange in EXCHANGES:

@@ -1,6 +1,6 @@
 """Ok-Topk SGD, the optimizer of the paper."""
 
-from typing import Any, Unpack, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -12,20 +12,19 @@ from optax_ext._error_feedback._options import FeedbackOptions, takes
 from optax_ext._optimizers._arguments import rate_alone
 from optax_ext._state._whole_optimizers import whole
 from optax_ext._transforms._ok_topk import ok_topk
-from sparse_collectives import AxisName, Selector
+from sparse_collectives import AxisName, Selector, allreduce
 
 
 @rate_alone
-@takes(FeedbackOptions)
+@takes(FeedbackOptions, allreduce.ok_topk)
 def ok_topk_sgd(
     learning_rate: optax.ScalarOrSchedule,
     *,
     density: float,
     axis: AxisName,
     selector: Selector | None = None,
-    paper: bool | str = False,
     correction: MomentumCorrection | None = None,
-    **options: Unpack[FeedbackOptions],
+    **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Ok-Topk SGD (Algorithm 2 of the paper).
 
@@ -42,17 +41,19 @@ def ok_topk_sgd(
       density: k / n, the share of the gradient that is sent, in (0, 1].
       axis: the mesh axis (or a tuple of axes) of the data-parallel workers.
       selector: the local selection, as in :func:`ok_topk`.
-      paper: True for Algorithm 1 as published, ``"corrected"`` for corrected thresholds; see
-        :func:`sparse_collectives.allreduce.ok_topk`.
       correction: momentum before the accumulation, from :func:`momentum_correction`.
       **options: ``nonfinite``, ``residual``, ``dense_steps`` and ``dense_leaves`` of
-        :func:`sparse_allreduce`.
+        :func:`sparse_allreduce`, and the options of
+        :func:`sparse_collectives.allreduce.ok_topk`. ``paper=True`` is Algorithm 1 as published,
+        with ``repartition_period`` for tau and ``global_period`` for tau'. (Section 5 has 64 and
+        32, and for BERT 64 and 128.)
 
     Returns:
       An ``optax.GradientTransformationExtraArgs`` whose updates are ready for
-      ``optax.apply_updates``; its state is a :class:`SparseAllreduceState`. For other
-      options of the exchange write the chain out: ``optax.chain(ok_topk(density, axis=axis,
-      local=optax.scale(rate), ...), optax.scale(-1.0))``.
+      ``optax.apply_updates``; its state is a :class:`SparseAllreduceState`.
+
+    Example:
+      >>> tx = ok_topk_sgd(0.1, density=0.01, axis="data", paper=True, global_period=128)
     """
     _options.check_learning_rate(learning_rate)
     if callable(learning_rate):
@@ -66,7 +67,6 @@ def ok_topk_sgd(
         selector=selector,
         local=local,
         correction=correction,
-        paper=paper,
         **options,
     )
 

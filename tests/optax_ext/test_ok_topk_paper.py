@@ -1,6 +1,7 @@
 """Ok-Topk as published: Algorithms 1 and 2 over many steps, with tau and tau'."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -125,8 +126,38 @@ def test_algorithm_2_has_one_period_and_one_room_for_both_halves(paper, servo):
     settings = optax_ext.get_state(optax_ext.init_state(tx, jnp.zeros(SIZE), {"w": 4})).settings
     for part in (f"servo={servo!r}", "headroom=3.0", "period=32"):
         assert part in settings.selector
-    for part in ("global_period=32", "slack=4.0", f"paper={paper!r}"):
+    for part in ("global_period=32", "slack=4.0", f"paper={paper!r}", "schedule='rotation'"):
         assert part in settings.allreduce
+
+
+def test_algorithm_2_takes_the_periods_of_the_experiments():
+    tx = optax_ext.ok_topk_sgd(
+        0.5, density=DENSITY, axis="w", paper=True, repartition_period=64, global_period=128
+    )
+    settings = optax_ext.get_state(optax_ext.init_state(tx, jnp.zeros(SIZE), {"w": 4})).settings
+    assert "period=128" in settings.selector
+    for part in ("repartition_period=64", "global_period=128"):
+        assert part in settings.allreduce
+
+
+@pytest.mark.parametrize("in_flight", [1, 3, 7])
+def test_paper_sends_by_destination_rotation_in_buckets(in_flight):
+    """Section 3.1.1, Figure 2: at distance s worker i sends to i + s; a bucket is in flight."""
+    workers = 8
+    tx = optax_ext.ok_topk_sgd(
+        0.5, density=DENSITY, axis="w", paper=True, messages_in_flight=in_flight
+    )
+    state = optax_ext.init_state(tx, jnp.zeros(SIZE), {"w": workers})
+    program = jax.make_jaxpr(tx.update, axis_env=[("w", workers)])(jnp.zeros(SIZE), state)
+    text = str(program)
+    steps = re.findall(r"ppermute\[axis_name=w perm=\((.*?)\)\n? *\]", text)
+    sent = [{(int(a), int(b)) for a, b in re.findall(r"\((\d+), (\d+)\)", x)} for x in steps]
+    assert sent == [
+        {(i, (i + distance) % workers) for i in range(workers)} for distance in range(1, workers)
+    ]
+    assert "all_to_all" not in text
+    # A bucket waits for the one before it.
+    assert text.count("optimization_barrier") == -(-(workers - 1) // in_flight)
 
 
 @pytest.mark.parametrize("paper", [True, "corrected"])

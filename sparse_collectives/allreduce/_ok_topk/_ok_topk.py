@@ -23,7 +23,7 @@ def ok_topk(
     repartition_period: int = _plan.REPARTITION_PERIOD,
     global_period: int | None = None,
     slack: float | None = None,
-    schedule: str = "all_to_all",
+    schedule: str | None = None,
     messages_in_flight: int = 4,
     regions: str = _plan.REGIONS,
     balance: str = "auto",
@@ -62,7 +62,8 @@ def ok_topk(
         is less; otherwise 1.25 k / P. Entries that find no slot stay with their worker, and which
         ones changes from step to step.
       schedule: ``'all_to_all'``, one collective, or the paper's ``'rotation'``, one message for
-        each distance on the ring, in buckets. The result has the same bits.
+        each distance on the ring, in buckets. The result has the same bits. None: one collective,
+        or with ``paper`` the rotation.
       messages_in_flight: messages of a rotation that may be under way together: a bucket. A bucket
         is added to the region's sums while the next one is under way (section 3.1.1), if the
         platform's collectives are asynchronous; each bucket costs a pass over the sums so far.
@@ -78,7 +79,8 @@ def ok_topk(
         stay with all who contributed; which entries these are changes from step to step.
       paper: reproduces the published algorithm. ``True``: Algorithm 1 as published. The
         global threshold is reused unchanged for tau' steps, and everything that reaches it
-        is delivered. The regions are the paper's, and are cut again every tau steps only. Balancing
+        is delivered. The regions are the paper's, and are cut again every tau steps only. Messages
+        go by destination rotation, in buckets (section 3.1.1). Balancing
         happens if one worker has over four times the mean (or more than its slots of the
         allgather), and gives each ceil(m / P) of the m entries. ``'corrected'``: the same,
         but the global threshold is multiplied by 1.008 after a step that delivers more than
@@ -117,6 +119,8 @@ def ok_topk(
     global_period = _validation.check_positive_int("global_period", global_period)
     if slack is not None:
         slack = _validation.check_number("slack", slack, 1.0, math.inf)
+    if schedule is None:
+        schedule = "rotation" if paper else "all_to_all"
     schedule = _validation.check_choice("schedule", schedule, ("all_to_all", "rotation"))
     messages_in_flight = _validation.check_positive_int("messages_in_flight", messages_in_flight)
     regions = _validation.check_choice("regions", regions, ("hashed", "balanced", "equal"))
