@@ -1,6 +1,7 @@
 """The claims, their stored results, and the page that is made of both."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -8,7 +9,17 @@ import pytest
 from benchmarks._common.processes import ROOT
 from benchmarks.evidence import __main__ as program
 from benchmarks.evidence import _code, _store
-from benchmarks.evidence._claims import CLAIMS, FAILS, HOLDS, UNCHECKED, Bound, Claim, verdict
+from benchmarks.evidence._claims import (
+    CLAIMS,
+    FAILS,
+    HOLDS,
+    UNCHECKED,
+    UNTOLD,
+    Bound,
+    Claim,
+    read,
+    verdict,
+)
 from benchmarks.evidence._figures import CURVES, FIGURES, Curve
 from benchmarks.evidence._page import page, unmarked
 from benchmarks.evidence._store import Store
@@ -89,6 +100,46 @@ def test_kept_lines_of_figures_are_those_that_there_are():
         seeds = [series["seed"] for series in Store(KEPT).of(curve, quick=False)]
         assert seeds == ([0] if curve.check.exact else [0, 1, 2]), curve.line
     assert {path.stem for path in KEPT.glob("figures/*.png")} == set(FIGURES)
+
+
+GOOD = """
+["some/claim"]
+text = "A claim."
+source = "a paper"
+paper = "1"
+setting = "here"
+check = ["shifts.entries", 4.0]
+rule."text: entries / k" = [2, inf]
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("[2, inf]", "[-inf, inf]", "no number fails the rule of 'text: entries / k'"),
+        ("[2, inf]", "[3, 2]", r"must be \[least, most\], got \[3, 2\]"),
+        ("[2, inf]", "2", r"must be \[least, most\], got 2"),
+        ('rule."text', 'rules."text', "rules is no field. The fields are check, "),
+        ('rule."text: entries / k" = [2, inf]', "", "it has no rule"),
+        ("shifts.entries", "shifts.none", "_none"),
+        ("shifts.entries", "nothing.entries", "_nothing"),
+        ("check = ", 'data = ["no.json"]\ncheck = ', "docs/data has no no.json"),
+        ("check = ", 'reason = "none"\ncheck = ', "either a check with a rule, or the reason"),
+        ('source = "a paper"', "", "source"),
+    ],
+)
+def test_mistakes_in_a_claim_file_name_the_claim(old, new, message):
+    (claim,) = read(GOOD)
+    assert claim.rule == (Bound("text: entries / k", 2, math.inf),)
+    assert old in GOOD
+    with pytest.raises(ValueError, match=f"the claim some/claim in claims.toml: .*{message}"):
+        list(read(GOOD.replace(old, new)))
+
+
+def test_a_measurement_of_something_else_decides_nothing():
+    claim = claim_of(dict, unlike="times of CPUs, and the claim is about GPUs")
+    assert verdict(claim, [{"x": 0.0}]) == (UNTOLD, claim.unlike)
+    assert verdict(claim, []) == ("not measured yet", "")
 
 
 def test_page_is_what_the_kept_results_give():

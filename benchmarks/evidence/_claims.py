@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import stats
 
-from ._code import Check
+from ._code import DATA, Check
 
 Numbers = Mapping[str, float]
 # The tolerance of a quotient that should be 1 up to rounding.
@@ -85,6 +85,7 @@ class Claim(NamedTuple):
     where: str = ""
     elsewhere: tuple[Bound, ...] = ()
     reason: str = ""
+    unlike: str = ""
     chance: bool = False
     seeds: int = 3
 
@@ -109,18 +110,47 @@ class Claim(NamedTuple):
         }
 
 
-def _read() -> Iterator[Claim]:
-    def rule(table: dict[str, list[float]]) -> tuple[Bound, ...]:
-        return tuple(Bound(name, *limits) for name, limits in table.items())
+def read(text: str) -> Iterator[Claim]:
+    """The claims of a TOML document.
 
-    text = Path(__file__).with_name("claims.toml").read_text(encoding="utf-8")
+    Raises:
+      ValueError: a claim has an unknown field or measurement, lacks data, or has a rule that any
+        number meets; the message names the claim and the fix.
+    """
     for name, table in tomllib.loads(text).items():
-        data = tuple(table.pop("data", ()))
-        if "check" in table:
-            table |= {"check": Check(*table["check"], data=data), "rule": rule(table["rule"])}
-        if other := table.get("elsewhere"):
-            table |= {"where": other["where"], "elsewhere": rule(other["rule"])}
-        yield Claim(name, **table)
+        try:
+            yield _claim(name, table)
+        except (ValueError, TypeError, KeyError, ImportError, AttributeError) as error:
+            raise ValueError(f"the claim {name} in claims.toml: {error}") from error
+
+
+def _claim(name: str, table: dict[str, Any]) -> Claim:
+    fields = {*Claim._fields[1:], "data"}
+    if unknown := sorted(set(table) - fields - {"where"}):
+        raise ValueError(
+            f"{', '.join(unknown)} is no field. The fields are {', '.join(sorted(fields))}."
+        )
+    if ("check" in table) == ("reason" in table):
+        raise ValueError("it needs either a check with a rule, or the reason why there is none.")
+    data = tuple(table.pop("data", ()))
+    if missing := [file for file in data if not (DATA / file).is_file()]:
+        raise ValueError(f"docs/data has no {', '.join(missing)}. Measure it, or correct the name.")
+    if "check" in table:
+        table |= {"check": Check(*table["check"], data=data), "rule": _rule(table.get("rule"))}
+    if other := table.get("elsewhere"):
+        table |= {"where": other["where"], "elsewhere": _rule(other.get("rule"))}
+    return Claim(name, **table)
+
+
+def _rule(table: Any) -> tuple[Bound, ...]:
+    if not table:
+        raise ValueError("it has no rule: write the bounds of a number, as rule.loss = [-inf, 2].")
+    for number, limits in table.items():
+        if not isinstance(limits, list) or len(limits) != 2 or not limits[0] <= limits[1]:
+            raise ValueError(f"the rule of {number!r} must be [least, most], got {limits!r}.")
+        if all(map(math.isinf, limits)):
+            raise ValueError(f"no number fails the rule of {number!r}, {limits!r}: give a bound.")
+    return tuple(Bound(name, *limits) for name, limits in table.items())
 
 
 def verdict(claim: Claim, measured: Sequence[Numbers]) -> tuple[str, str]:
@@ -129,6 +159,8 @@ def verdict(claim: Claim, measured: Sequence[Numbers]) -> tuple[str, str]:
         return UNCHECKED, claim.reason
     if not measured:
         return UNMEASURED, ""
+    if claim.unlike:
+        return UNTOLD, claim.unlike
     if claim.chance:
         return _by_chance(claim.rule, measured)
     met = sum(_met(claim.rule, numbers) for numbers in measured)
@@ -193,4 +225,4 @@ def _met(rule: Sequence[Bound], numbers: Numbers) -> bool:
 
 
 # All of them, in the order of the page.
-CLAIMS = tuple(_read())
+CLAIMS = tuple(read(Path(__file__).with_name("claims.toml").read_text(encoding="utf-8")))

@@ -60,3 +60,10 @@ def _url() -> dict[str, float]:
         "exchange, dense / split": gain(split, "exchange_seconds"),
         "epoch, dense / the fastest": max(gain(row, "epoch_seconds") for row in rows),
     }
+
+
+def _on_a_gpu(contestant: str) -> dict[str, float]:
+    """The time of a selection on a GPU, over the time of an exact top-k there."""
+    rows = {row["contestant"]: row for row in read("gpu_timings.json")["rows"]}
+    times = [rows[name]["median_ms"] for name in (contestant, "lax.top_k")]
+    return {"time / lax.top_k": times[0] / times[1]}

@@ -52,6 +52,10 @@ def _fastest() -> dict[str, float]:
         ours, *others = (computing + seconds for seconds in exchanges)
         found[f"{where}next fastest / Ok-Topk"] = min(others) / ours
         found[f"{where}slowest / Ok-Topk"] = max(others) / ours
+    ours, *others = exchanges
+    # The computing c with (c + other) / (c + ours) = the end of the range.
+    for other, end in ((min(others), 3.29), (max(others), 12.95)):
+        found[f"ms of computing for {end}"] = 1e3 * (other - end * ours) / (end - 1)
     return found
 
 

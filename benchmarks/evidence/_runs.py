@@ -202,17 +202,18 @@ def trained(
     return curve
 
 
-def followed(model: str) -> tuple[Task, int, tuple[int, int], float]:
+def followed(model: str, seed: int) -> tuple[Task, int, tuple[int, int], float]:
     """The training in which xi is measured: task, batch, steps, and SGD's largest learning rate."""
     if model == "digits":
-        return digits(), BATCH, STEPS, RATE / (1 - MOMENTUM)
+        return noisy_digits(seed), BATCH, STEPS, NOISY_RATE / (1 - MOMENTUM)
     return characters(model), 2 * TEXT_BATCH, TEXT_STEPS, TEXT_SGD_RATE[model]
 
 
 @functools.lru_cache(maxsize=8)
 def xi(model: str, density: float, falls: bool, seed: int, quick: bool) -> np.ndarray:
     """The xi of Ok-Topk at each step, with a learning rate that is constant or falls to 1 %."""
-    task, batch_size, both, peak = followed(model)
+    task, batch_size, both, peak = followed(model, seed)
+    # One program for all seeds: the network of noisy digits does not depend on the seed.
     steps, (init, scanned) = both[not quick], _measured_xi(density, model)
     rate = schedule(peak, steps) if falls else optax.constant_schedule(peak)
     params = task.init(seed)
@@ -226,7 +227,7 @@ def xi(model: str, density: float, falls: bool, seed: int, quick: bool) -> np.nd
 @functools.lru_cache(maxsize=4)
 def _measured_xi(density: float, model: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The initial state of all workers, and a compiled training for any learning rates."""
-    task, *_ = followed(model)
+    task, *_ = followed(model, 0)
     sparse = optax_ext.ok_topk(density, axis=AXIS, selector=exact_top_k(density))
     tx = optax_ext.measure_xi(sparse, axis=AXIS)
     shared = {"axis": AXIS, "axis_size": WORKERS}

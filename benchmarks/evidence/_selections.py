@@ -18,7 +18,7 @@ from ._recording import ROW_CHOICES, WORKERS, recorder, recording, top_of_sum
 
 LAYERS, MATRICES = "top-k of each layer", "mean of matrices"
 # Longer runs of the same networks on other data, with one seed.
-LONG, QUALITY = "fill_in.json", "select_quality.json"
+LONG, QUALITY, LOADS = "fill_in.json", "select_quality.json", "load_balance.json"
 NETWORKS = ("images", "text")
 # Steps for which a threshold is used, tau'.
 PERIOD = 32
@@ -33,33 +33,21 @@ def _uniform(name: str, size: int, workers: int) -> float:
     return cost_model.expected_union(size, k, workers) / size
 
 
-def _fill_in(name: str, seed: int, quick: bool) -> dict[str, float]:
-    found = recording(name, seed, quick)
-    union, k = float(found.unions[:, -1].mean()), max(1, round(SELECTED[name] * found.size))
-    return {
-        "union / n": union,
-        "of uniform selections": union / _uniform(name, found.size, WORKERS[name]),
-        "union / k": union * found.size / k,
-    }
-
-
-def _of_long_run(name: str) -> dict[str, float]:
-    """The mean of 120 steps, from `benchmarks.training.fill_in`."""
+def _settled(name: str) -> dict[str, float]:
+    """The last quarter of 120 steps, from `benchmarks.training.fill_in`, where it has settled."""
     rows = [row for rows in read(LONG)["runs"] for row in rows]
     (row,) = [row for row in rows if (row["run"], row["workers"]) == (name, WORKERS[name])]
     assert row["steps"] == 120
-    return {"union / n": row["union"]["mean"], "union / k": row["union_of_k"]}
-
-
-def _fill_in_text(seed: int, quick: bool) -> dict[str, float]:
-    long = _of_long_run("text")["union / n"]
-    return _fill_in("text", seed, quick) | {"120 steps: union / n": long}
-
-
-def _expansion(seed: int, quick: bool) -> dict[str, float]:
-    return {f"{name}, union / k": _fill_in(name, seed, quick)["union / k"] for name in NETWORKS} | {
-        "text, 120 steps: union / k": _of_long_run("text")["union / k"]
+    union = row["union"]["last_quarter"]
+    return {
+        "union / n": union,
+        "of uniform selections": union / row["uniform"],
+        "union / k": union / row["density"],
     }
+
+
+def _expansion() -> dict[str, float]:
+    return {f"{name}, union / k": _settled(name)["union / k"] for name in NETWORKS}
 
 
 def _grows(seed: int, quick: bool) -> dict[str, float]:
@@ -84,8 +72,14 @@ def _received(regions: str, workers: int, name: str, seed: int, quick: bool) -> 
 def _balanced_reduce(seed: int, quick: bool) -> dict[str, float]:
     cases = [(*case, seed, quick) for case in ((16, "text"), (32, "text"), (32, "scaled"))]
     few, many, scaled = (_received("equal", *x) / _received("balanced", *x) for x in cases)
+    (vgg,) = [
+        {(row["workers"], row["regions"]): row["received_of_k"] for row in run["rows"]}
+        for run in read(LOADS)["runs"]
+        if (run["run"], run["case"]) == ("images", "as trained")
+    ]
     return {
         "naive / balanced, P = 16": few,
+        "a small VGG, P = 16": vgg[16, "equal"] / vgg[16, "balanced"],
         "P = 32 / P = 16": many / few,
         "one layer 100 times as large": scaled,
     }
@@ -103,11 +97,11 @@ def _missing(seed: int, quick: bool) -> dict[str, float]:
     late = long["missing_rows"]["accumulator"][LAYERS][MATRICES]
     assert long["steps"] == 600
     return {
-        "at 0.1 %": rates[DENSITIES.index(0.001)],
-        "at 5 %": rates[DENSITIES.index(0.05)],
-        "least fall from density to density": float(-np.diff(rates).max()),
         "600 steps: at 0.1 %": late[0],
         "600 steps: at 5 %": late[-1],
+        "least fall from density to density": float(-np.diff(rates).max()),
+        "30 steps: at 0.1 %": rates[DENSITIES.index(0.001)],
+        "30 steps: at 5 %": rates[DENSITIES.index(0.05)],
     }
 
 

@@ -100,7 +100,8 @@ def _low_precision(seed: int, quick: bool) -> dict[str, float]:
 def _atis() -> dict[str, float]:
     size = 20_000_000
     shapes = [jax.ShapeDtypeStruct((2 * size // 512,), dtype) for dtype in ("float32", "int32")]
-    codecs = {"exact pairs": wire.raw(), "16-bit pairs": wire.narrow16()}
+    codecs = {"exact pairs, short indices": wire.elias_fano(), "pairs of 8 bytes": wire.raw()}
+    codecs |= {"16-bit pairs": wire.narrow16()}
     codecs |= {"pairs of 4-bit values": wire.qsgd(bits=4)}
 
     def megabytes(codec: sc.Codec) -> float:
