@@ -1,4 +1,4 @@
-"""Prints the verdicts of docs/evidence/index.md that have changed since a revision, as a table.
+"""Prints the verdicts of docs/evidence/claims.md that have changed since a revision, as a table.
 
 python tools/evidence_changes.py REVISION
 """
@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-PAGE = "docs/evidence/index.md"
+PAGE = "docs/evidence/claims.md"
 ROOT = Path(__file__).resolve().parent.parent
 
 

@@ -3,7 +3,7 @@
     python -m benchmarks.evidence [--quick] [--only ID ...]
 
 Each claim has a check, which measures, and a rule, which decides. The results become a page with
-figures, like docs/evidence/index.md. Each result is kept at once, so an interrupted run continues
+figures, as in docs/evidence. Each result is kept at once, so an interrupted run continues
 from there. With --quick trainings are shorter and have one seed. --only takes ids, or their
 beginnings, such as sparcml or figures/xi. Results that are older than the code are measured again;
 --page measures nothing, and writes the page from the results at hand, with the older ones marked.
@@ -20,7 +20,7 @@ from .._common import options
 from . import _figures
 from ._claims import CLAIMS, VERDICTS, Claim, verdict
 from ._figures import CURVES, Curve
-from ._page import page
+from ._page import page, pages
 from ._store import Store
 
 FOLDER = Path(".cache/evidence")
@@ -92,10 +92,10 @@ def main(argv: list[str] | None = None) -> int:
     store.forget_all_but(everything)
     if not args.page:
         draw(args.folder / _figures.FOLDER, store)
-    file = args.folder / "index.md"
-    file.write_text(page(store, CLAIMS), encoding="utf-8")
+    for name, text in pages(page(store, CLAIMS)).items():
+        (args.folder / name).write_text(text, encoding="utf-8")
     report([one for one in chosen if isinstance(one, Claim)], store)
-    print(f"{len(tasks) - len(failed)} measured now; {file}")
+    print(f"{len(tasks) - len(failed)} measured now; {args.folder / 'index.md'}")
     for name, error in failed:
         print(f"{name} could not be measured: {error!r}", file=sys.stderr)
     return 1 if failed else 0

@@ -1,4 +1,4 @@
-"""The page: a count of the verdicts, then the claims of each paper, failures first."""
+"""Two pages: counts, surprises and figures; and the claims of each paper, failures first."""
 
 import re
 from collections import Counter
@@ -11,6 +11,8 @@ from ._store import Result, Store
 
 # The prose of the page. Brackets stand for a number of a claim: `[id|number]`.
 _TEMPLATE = Path(__file__).with_name("page.md")
+# Where the second page begins.
+_TABLES = "\n# All claims\n"
 _HEAD = "| verdict | claim | the paper's number | ours | rule |\n|---|---|---|---|---|"
 # After a verdict, and after the caption of a figure.
 _OLD = " (older than the code)"
@@ -18,8 +20,14 @@ _OLDER = "The results of {} claims are older than the code."
 _QUICK = "Results marked with (q) are of the short trainings of `--quick`."
 
 
+def pages(text: str) -> dict[str, str]:
+    """The files that :func:`page` is divided into, by name: to be read, and to be looked up."""
+    summary, _, tables = text.partition(_TABLES)
+    return {"index.md": summary.rstrip("\n") + "\n", "claims.md": _TABLES.lstrip("\n") + tables}
+
+
 def page(store: Store, claims: Sequence[Claim] = CLAIMS) -> str:
-    """The whole page in Markdown, with the figures that have results."""
+    """Both pages in Markdown, with the figures that have results."""
     rows: dict[str, dict[str, list[str]]] = {}
     names: dict[str, list[str]] = {name: [] for name in VERDICTS}
     for claim in claims:
@@ -91,7 +99,7 @@ def _row(claim: Claim, store: Store) -> tuple[str, str]:
 
 def _section(paper: str, rows: Sequence[str], claims: Sequence[Claim]) -> str:
     """The table of the claims of a paper, and their places and settings."""
-    lines = [f"### {paper}", "", _HEAD, *rows, ""]
+    lines = [f"## {paper}", "", _HEAD, *rows, ""]
     for claim in claims:
         if claim.paper_name == paper:
             setting = f": {' '.join(claim.setting.split())}" if claim.setting else ""
