@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from sparse_collectives.allreduce import _partitioned_topk
 from sparse_collectives.allreduce._ok_topk import _plan
-from sparse_collectives.allreduce._parts import _codes, _slots, _sums
+from sparse_collectives.allreduce._parts import _codes, _few_bits, _slots, _sums
 from sparse_collectives.allreduce._parts._few_bits import FewBits
 from sparse_collectives.cost_model._codecs import MessageSizes, codec_sizes
 from sparse_collectives.cost_model._costs import Cost, Estimate, Workload, certain, log2_rounds
@@ -211,6 +211,18 @@ def partitioned_topk(bits: int | FewBits | None) -> Formula:
         else:
             values = _even(2 * log2_rounds(w.workers), plan.value_words, slots * w.workers)
         return certain(indices + values)
+
+    return formula
+
+
+def sum_of_all(bits: FewBits) -> Formula:
+    """Codes of all values to the owners of their indices, and codes of the sums to all."""
+
+    def formula(w: Workload, codec: MessageSizes) -> Estimate:
+        del codec
+        slots = _few_bits.slots_of(w.size, w.workers)
+        up, down = (_codes.words(slots, each) for each in bits)
+        return certain(_all_to_all(up, w.workers, slots) + _all_gather(down, w.workers, slots))
 
     return formula
 

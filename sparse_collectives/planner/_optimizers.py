@@ -9,9 +9,11 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from sparse_collectives.allreduce._parts._few_bits import FewBits
 from sparse_collectives.cost_model import Workload, predict
+from sparse_collectives.cost_model._codecs import codec_sizes
 from sparse_collectives.cost_model._costs import Estimate, Network
-from sparse_collectives.cost_model._formulas import bucket_count
+from sparse_collectives.cost_model._formulas import bucket_count, evaluate, sum_of_all
 from sparse_collectives.cost_model._numbers import NUMBERS, PROGRAMS, Program
 from sparse_collectives.planner._ways import (
     CPU,
@@ -45,6 +47,7 @@ _WORK: dict[str, tuple[float, Program]] = {
         for name, share in _SPARSE.items()
         for messages, of_sums, kind in ((SUMS, 1.0, ""), (CODES, _OF_SUMS, "(1, 3)"))
     },
+    "quantized": (_SECONDS["quantized"], PROGRAMS["quantized"].then(PROGRAMS["adamw"])),
     "powersgd": (_SECONDS["powersgd"], PROGRAMS["powersgd"].then(PROGRAMS["adamw"])),
     "dense": (_SECONDS["adamw"], PROGRAMS["dense"].then(PROGRAMS["adamw"])),
 }
@@ -74,6 +77,11 @@ def two_factors(workload: Workload) -> Estimate:
     side = math.sqrt(workload.size / _MATRICES)
     each = _dense_cost("dense", workload, math.ceil(_MATRICES * side)).expected
     return Estimate(each + each, each + each, each + each)
+
+
+def all_in_codes(workload: Workload) -> Estimate:
+    """The exchange of ``optax_ext.quantized()``."""
+    return evaluate(sum_of_all(FewBits(2, 4)), workload, codec_sizes("raw"))
 
 
 def sparse(
@@ -137,6 +145,14 @@ def optimizers(workload: Workload, local: LocalCost) -> tuple[Way, ...]:
             'optax.chain(optax_ext.powersgd(1, axis="data"), optax.adamw(rate))',
             two_factors(workload),
             _work("powersgd", size, local),
+        ),
+        Way(
+            "quantized, adamw",
+            "2, 4 bits",
+            'optax.chain(optax_ext.quantized(axis="data"), optax.adamw(rate))',
+            all_in_codes(workload),
+            _work("quantized", size, local),
+            exact=False,
         ),
         # A word holds two values.
         dense(

@@ -51,6 +51,20 @@ def test_work_with_codes_is_what_was_measured_beside_sums():
     assert NUMBERS["few_bits"]["of_sums"] == pytest.approx(ratio, abs=0.005)
 
 
+def test_work_of_all_entries_is_what_was_measured():
+    rows = json.loads((DATA / "quantized_over_links.json").read_text(encoding="utf-8"))["points"]
+    (row,) = [x for x in rows if (x["link"], x["method"]) == ("1gbit", "quantized/adamw")]
+    measured = statistics.median(row["cpu_seconds"]) / N
+    assert NUMBERS["optimizers"]["quantized"] == pytest.approx(measured, abs=6e-11)
+
+
+def test_words_of_all_entries_are_those_of_the_exchange():
+    for size, workers in ((10**6, 4), (10**7, 64), (1000, 8)):
+        cost = _optimizers.all_in_codes(Workload(size, size // 20, workers)).expected
+        words = sc.extend.words_of_sum_of_all(size, workers, (2, 4))
+        assert cost.words == pytest.approx(words)
+
+
 def test_codes_are_recommended_where_they_are_clearly_faster():
     load = Workload(N, N // 20, WORKERS)
     fast, slow = (

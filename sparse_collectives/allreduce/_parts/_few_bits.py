@@ -139,7 +139,7 @@ def sum_of_all(
     workers, size = transport.axis_size(axis), values.shape[0]
     if workers == 1:
         return transport.psum(values, axis), values
-    slots = _slots_of(size, workers)
+    slots = slots_of(size, workers)
     mine = jnp.pad(values, (0, workers * slots - size)).reshape(workers, -1, BLOCK)
     counts = jnp.clip(size - slots * lax.iota(jnp.int32, workers), 0, slots)
     turn = (step % workers).astype(jnp.int32)
@@ -150,7 +150,7 @@ def sum_of_all(
 
 def words_of_sum_of_all(size: int, workers: int, bits: tuple[int, int]) -> float:
     """Words that :func:`sum_of_all` makes each worker receive, for n entries."""
-    return 0.0 if workers == 1 else sum_words(_slots_of(size, workers), workers, check_bits(bits))
+    return 0.0 if workers == 1 else sum_words(slots_of(size, workers), workers, check_bits(bits))
 
 
 def check_bits(bits: Any) -> FewBits:
@@ -224,7 +224,7 @@ def _exchanged(
     return total, written(given, row, own, error, arrives)
 
 
-def _slots_of(size: int, workers: int) -> int:
+def slots_of(size: int, workers: int) -> int:
     """The entries of each owner, in whole blocks: block j of the array is a block of codes."""
     return BLOCK * max(1, math.ceil(size / (workers * BLOCK)))
 
