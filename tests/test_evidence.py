@@ -119,7 +119,7 @@ rule."text: entries / k" = [2, inf]
         ("[2, inf]", "[-inf, inf]", "no number fails the rule of 'text: entries / k'"),
         ("[2, inf]", "[3, 2]", r"must be \[least, most\], got \[3, 2\]"),
         ("[2, inf]", "2", r"must be \[least, most\], got 2"),
-        ('rule."text', 'rules."text', "rules is no field. The fields are check, "),
+        ('rule."text', 'rules."text', "rules is no field. The fields are "),
         ('rule."text: entries / k" = [2, inf]', "", "it has no rule"),
         ("shifts.entries", "shifts.none", "_none"),
         ("shifts.entries", "nothing.entries", "_nothing"),
