@@ -55,7 +55,7 @@ def _balanced_gather(seed: int, quick: bool) -> dict[str, float]:
                 continue
             begin = np.cumsum(parts) - parts
             places = np.arange(workers)
-            # Of its own part a worker keeps those entries whose rank is in its share of 1.
+            # A worker keeps the entries of its own part whose rank is in its share of 1.
             stays = np.minimum(begin + parts, places + 1) - np.maximum(begin, places)
             stays = np.maximum(stays, 0)
             moved = max((parts - stays).max(), (1 - stays).max())

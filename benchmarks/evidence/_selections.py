@@ -34,7 +34,7 @@ def _uniform(name: str, size: int, workers: int) -> float:
 
 
 def _settled(name: str) -> dict[str, float]:
-    """The last quarter of 120 steps, from `benchmarks.training.fill_in`, where it has settled."""
+    """The last quarter of 120 steps, from `benchmarks.training.fill_in`: it has settled."""
     rows = [row for rows in read(LONG)["runs"] for row in rows]
     (row,) = [row for row in rows if (row["run"], row["workers"]) == (name, WORKERS[name])]
     assert row["steps"] == 120

@@ -85,6 +85,21 @@ def loss_in_rounds(file: str) -> Rows:
     return rows
 
 
+def table_loss_many_workers() -> Rows:
+    """Ways to train with many workers at their best learning rates, above the dense run."""
+    file, rows = "learning_many.jsonl", []
+    (dense,) = best_runs({"dense": "dense"}, file)
+    rows.append(["", dense.shown, "", dense.rate_shown, listed(dense.losses, 3), ""])
+    for workers in sorted({run["workers"] for run in runs(file)} - {1}):
+        for one in best_runs(LABELS["loss_many_workers"], file, workers=workers):
+            if len(one.runs) < len(dense.runs):
+                continue
+            above = f"{statistics.mean(one.above(dense)):.1f} %"
+            row = [f"{one.words:,.0f}", one.rate_shown, listed(one.losses, 3), above]
+            rows.append([str(workers), one.shown, *row])
+    return blank_repeats(rows)
+
+
 table_loss_in_rounds = functools.partial(loss_in_rounds, "learning_rounds.jsonl")
 
 
