@@ -119,9 +119,10 @@ def ok_topk(
     global_period = _validation.check_positive_int("global_period", global_period)
     if slack is not None:
         slack = _validation.check_number("slack", slack, 1.0, math.inf)
-    if schedule is None:
-        schedule = "rotation" if paper else "all_to_all"
-    schedule = _validation.check_choice("schedule", schedule, ("all_to_all", "rotation"))
+    usual = "rotation" if paper else "all_to_all"
+    order: str = _validation.check_choice(
+        "schedule", usual if schedule is None else schedule, ("all_to_all", "rotation")
+    )
     messages_in_flight = _validation.check_positive_int("messages_in_flight", messages_in_flight)
     regions = _validation.check_choice("regions", regions, ("hashed", "balanced", "equal"))
     balance = _validation.check_choice("balance", balance, ("auto", "always", "never"))
@@ -198,7 +199,7 @@ def ok_topk(
                 seed=_hash.seed(state.count, 0, me),
                 exchange=exchanges.split,
                 owned_slots=plan.owned_slots,
-                schedule=schedule,
+                schedule=order,
                 messages_in_flight=messages_in_flight,
             )
 
@@ -284,7 +285,7 @@ def ok_topk(
             repartition_period=repartition_period,
             global_period=global_period,
             slack=slack,
-            schedule=schedule,
+            schedule=order,
             messages_in_flight=messages_in_flight,
             regions=regions,
             balance=balance,
