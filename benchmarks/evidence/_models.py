@@ -26,17 +26,36 @@ def _aggregation_of_halves() -> dict[str, float]:
 
 
 def _rotation() -> dict[str, float]:
-    """P (P - 1) messages of one length; a host receives and sends one at a time.
+    """Message times until P (P - 1) messages have arrived, in the naive order over the rotated one.
 
-    If all send to the same owner first, then to the next one, an owner takes P - 1 messages in a
-    row while the others wait; with rotated destinations all receive at each step. Without waiting
-    between the steps both need P - 1 message times.
+    All hosts send to host 0 first, then to host 1, and so on, or rotated: host i to i + 1, i + 2.
     """
     found = {}
     for workers in (16, 64, 256):
-        steps = workers - 1
-        found[f"P = {workers}: naive / rotated, waiting"] = workers * steps / steps
-    return found | {"naive / rotated, all sent at once": 1.0}
+        naive = [[x for x in range(workers) if x != i] for i in range(workers)]
+        rotated = [[(i + s) % workers for s in range(1, workers)] for i in range(workers)]
+        for name, waits in (("waiting", True), ("all sent at once", False)):
+            times = [_message_times(order, waits) for order in (naive, rotated)]
+            found[f"P = {workers}: naive / rotated, {name}"] = times[0] / times[1]
+    return found
+
+
+def _message_times(order: list[list[int]], waits: bool) -> int:
+    """Steps in each of which a host receives one message, and sends one if it ``waits`` for it."""
+    remaining, times = [list(reversed(each)) for each in order], 0
+    while any(remaining):
+        times += 1
+        # Who has the most to send comes first.
+        senders = sorted(range(len(order)), key=lambda i: -len(remaining[i]))
+        busy = set()
+        for i in senders:
+            for target in remaining[i][-1:] if waits else list(reversed(remaining[i])):
+                if target not in busy:
+                    busy.add(target)
+                    remaining[i].remove(target)
+                    if waits:
+                        break
+    return times
 
 
 def _balanced_gather(seed: int, quick: bool) -> dict[str, float]:

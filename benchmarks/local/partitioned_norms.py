@@ -37,7 +37,7 @@ def trust_ratio(workers):
         leaves, treedef = jax.tree.flatten(updates)
         both = [*treedef.flatten_up_to(params), *leaves]
         pairs = zip(*norms.partial_squares(both, worker, workers), strict=True)
-        squares = jnp.stack([w if p is None else w + workers * p for p, w in pairs])
+        squares = jnp.stack([w if p is None else w + workers * p for p, w in pairs]).reshape(2, -1)
         ratios = norms.trust_ratios(squares, 0.0, 1.0, 0.0)
         return jax.tree.unflatten(treedef, [u * r for u, r in zip(leaves, ratios)]), worker
 

@@ -89,7 +89,8 @@ class QuantizedExchange(WholeBuffer):
         options, acc = self.options, step.acc[0]
         workers = transport.axis_size(options.axis)
         units: Units = _sparse_state.without_lead(step.state.allreduce)
-        unit = _units.units_of(units)
+        scales = _units.scales_of(units)
+        unit = scales.unit
         # NaN stays NaN.
         values = jnp.clip(_units.in_units(acc, unit), -_LARGEST, _LARGEST)
         if step.all_finite is not None:
@@ -120,7 +121,7 @@ class QuantizedExchange(WholeBuffer):
             dropped=jnp.zeros((), jnp.int32),
             withheld=saturated,
             words=jnp.float32(words),
-            units=_units.following(units, unit, mean),
+            units=_units.following(units, scales, mean),
         )
 
     def _dense(self, step: Accumulated) -> Delivered:
@@ -136,7 +137,7 @@ class QuantizedExchange(WholeBuffer):
             dropped=dropped,
             withheld=jnp.zeros((), jnp.int32),
             words=jnp.float32(extend.words_of_all_reduce(size, workers)),
-            units=_units.following(units, _units.units_of(units), mean),
+            units=_units.following(units, _units.scales_of(units), mean),
         )
 
     def _keep(self, step: Accumulated, result: Delivered) -> tuple[jax.Array, SparseAllreduceState]:

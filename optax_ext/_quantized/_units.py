@@ -52,19 +52,34 @@ def start(size: int) -> Units:
     return Units(jnp.zeros((size,), jnp.float32))
 
 
-def units_of(units: Units) -> jax.Array:
-    """The unit of each entry, a power of two ``f32[n]`` from 2^-62 to 2^64.
+class Scales(NamedTuple):
+    """What values are measured by in a step.
 
-    It is 1 in a block that has not moved.
+    Attributes:
+      unit: of each entry, ``f32[n]``, a power of two from 2^-62 to 2^64; 1 in a block that has not
+        moved.
+      has_moved: of each block, ``bool[b, 1]``.
     """
-    blocks, smallest = _blocks(units), _smallest(units)
+
+    unit: jax.Array
+    has_moved: jax.Array
+
+
+def scales_of(units: Units) -> Scales:
+    """The units of a step, from the updates before it."""
+    square = units.mean_square
+    blocks = jnp.pad(square, (0, -square.shape[0] % _BLOCK)).reshape(-1, _BLOCK)
+    # Divided first, because the sum may overflow.
+    mean = sum_of(lambda blocks: blocks / _BLOCK, blocks)
+    smallest = _SMALLEST * jnp.sqrt(mean)[:, None]
 
     def unit(blocks: jax.Array, smallest: jax.Array) -> jax.Array:
         found = jnp.sqrt(blocks) + smallest
         return jnp.where(smallest > _TINY, _masked(found, _POWER), 1.0)
 
     # A CPU would take the mean of a block again for each of its entries.
-    return _platform.written(unit, blocks, smallest).reshape(-1)[: units.mean_square.shape[0]]
+    found = _platform.written(unit, blocks, smallest)
+    return Scales(found.reshape(-1)[: square.shape[0]], smallest > _TINY)
 
 
 def in_units(values: jax.Array, unit: jax.Array) -> jax.Array:
@@ -73,34 +88,21 @@ def in_units(values: jax.Array, unit: jax.Array) -> jax.Array:
     return values * lax.bitcast_convert_type(inverse, jnp.float32)
 
 
-def following(units: Units, unit: jax.Array, update: jax.Array) -> Units:
+def following(units: Units, scales: Scales, update: jax.Array) -> Units:
     """What units are made of after an update; entries that are not finite change nothing.
 
     Args:
       units: what they were made of.
-      unit: ``f32[n]``, of :func:`units_of`.
+      scales: of :func:`scales_of`.
       update: ``f32[n]``.
     """
-    has_moved = jnp.broadcast_to(_smallest(units) > _TINY, _blocks(units).shape)
+    has_moved = jnp.broadcast_to(scales.has_moved, (scales.has_moved.shape[0], _BLOCK))
     has_moved = has_moved.reshape(-1)[: update.shape[0]]
-    most = jnp.where(has_moved, _MOST * unit, _nonfinite.LARGEST_GRADIENT)
+    most = jnp.where(has_moved, _MOST * scales.unit, _nonfinite.LARGEST_GRADIENT)
     seen = jnp.minimum(jnp.abs(update), jnp.minimum(most, _nonfinite.LARGEST_GRADIENT))
     seen = _masked(seen, _SQUARED)
     step = _SHARE * (seen * seen - units.mean_square)
     return Units(units.mean_square + jnp.where(jnp.isfinite(update), step, 0.0))
-
-
-def _blocks(units: Units) -> jax.Array:
-    """The mean squares in blocks, ``f32[b, _BLOCK]``."""
-    square = units.mean_square
-    return jnp.pad(square, (0, -square.shape[0] % _BLOCK)).reshape(-1, _BLOCK)
-
-
-def _smallest(units: Units) -> jax.Array:
-    """The smallest unit of each block, ``f32[b, 1]``; 0 if it has not moved."""
-    # Divided first, because the sum may overflow.
-    mean = sum_of(lambda blocks: blocks / _BLOCK, _blocks(units))
-    return _SMALLEST * jnp.sqrt(mean)[:, None]
 
 
 def _masked(x: jax.Array, mask: np.int32) -> jax.Array:

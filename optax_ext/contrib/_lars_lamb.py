@@ -102,19 +102,20 @@ def _by_separate_norms(
 
     def update(updates: Any, state: Any, params: Any = None):
         decayed, state = decay.update(updates, state, params)
-        added = jax.tree.map(jnp.subtract, decayed, updates)
-        ratios = ratios_of(params, [updates, added], 0.0, trust_coefficient, eps, axis=axis)
-        leaves, treedef = jax.tree.flatten(decayed)
         chosen = mask(params) if callable(mask) else mask
         # A mask may be a prefix of the parameters.
-        chosen = jax.tree.leaves(
-            jax.tree.map(lambda m, u: jax.tree.map(lambda _: m, u), chosen, decayed)
-        )
-        scaled = [
-            u * r.astype(u.dtype) if m else u
-            for u, r, m in zip(leaves, ratios, chosen, strict=True)
-        ]
-        return treedef.unflatten(scaled), state
+        chosen = jax.tree.map(lambda m, u: jax.tree.map(lambda _: m, u), chosen, decayed)
+
+        def scaled_leaves(tree: Any) -> Any:
+            return jax.tree.map(lambda m, x: x if m else None, chosen, tree)
+
+        added = jax.tree.map(jnp.subtract, decayed, updates)
+        parts = [scaled_leaves(tree) for tree in (updates, added)]
+        ratios = ratios_of(scaled_leaves(params), parts, 0.0, trust_coefficient, eps, axis=axis)
+        each = iter(ratios)
+        return jax.tree.map(
+            lambda m, u: u * next(each).astype(u.dtype) if m else u, chosen, decayed
+        ), state
 
     return optax.GradientTransformation(decay.init, update)
 

@@ -69,9 +69,13 @@ def test_a_large_entry_drains_and_its_neighbors_go_on(first):
     np.testing.assert_allclose(others, steps, atol=8)
 
 
-def test_a_spike_does_not_spoil_the_unit_of_its_entry():
-    """With a unit of the spike, codes of all later gradients would be noise of its size."""
-    given = normal((50, 4, 512))
+@pytest.mark.parametrize("size", [1.0, 2.0, 4.0])
+def test_a_spike_does_not_spoil_the_unit_of_its_entry(size):
+    """With a unit of the spike, codes of all later gradients would be noise of its size.
+
+    Units are powers of two: with one of these sizes they are mostly 1, as before the first step.
+    """
+    given = np.float32(size) * normal((50, 4, 512))
     given[20, 1, 100] = 1e5
     found = run(optax_ext.quantized(axis="w"), {"w": given})
     updates = np.abs(np.asarray(found.updates["w"][:, 0]))
