@@ -69,18 +69,26 @@ def test_a_large_entry_drains_and_its_neighbors_go_on(first):
     np.testing.assert_allclose(others, steps, atol=8)
 
 
-@pytest.mark.parametrize("size", [1.0, 2.0, 4.0])
-def test_a_spike_does_not_spoil_the_unit_of_its_entry(size):
-    """With a unit of the spike, codes of all later gradients would be noise of its size.
-
-    Units are powers of two: with one of these sizes they are mostly 1, as before the first step.
-    """
-    given = np.float32(size) * normal((50, 4, 512))
+def test_a_spike_does_not_spoil_the_unit_of_its_entry():
+    """With a unit of the spike, codes of all later gradients would be noise of its size."""
+    given = normal((50, 4, 512))
     given[20, 1, 100] = 1e5
     found = run(optax_ext.quantized(axis="w"), {"w": given})
     updates = np.abs(np.asarray(found.updates["w"][:, 0]))
     assert updates[20:30, 100].max() > 2e4
     assert updates[30:, 100].max() < 3 * updates[30:].max(0).mean()
+
+
+@pytest.mark.parametrize("size", [0.4, 0.8, 1.6, 3.2])
+def test_an_update_counts_for_four_units_of_any_size(size):
+    """Also for a unit of 1, as it is before the first update, which counts as it is."""
+    given = np.full((21, 4, 512), size, np.float32)
+    given[20, :, 100] = 1e5
+    found = run(optax_ext.quantized(axis="w"), {"w": given})
+    before, after = found.state.allreduce.mean_square[[19, 20], 0, 0]
+    # The unit is at most 1.125 times the root.
+    assert (after <= before + 16 * 1.125**2 * before / 32).all()
+    assert (before > 0.1 * size**2).all()
 
 
 def test_small_entries_of_a_block_have_units_of_their_own():
