@@ -18,7 +18,7 @@ def read(name: str) -> Any:
 
 
 def cell(name: str, head: str, row: str, column: int) -> list[float]:
-    """The numbers of a cell: a median, and the quartiles if they are known.
+    """The numbers of a cell: a median, and the slowest and the fastest round if they are known.
 
     Args:
       name: of a file in docs/data/printed.
@@ -38,11 +38,11 @@ def _cells(name: str, head: str, row: str, columns: dict[str, int]) -> dict[str,
 
 
 def _over_links(name: str, head: str, rows: list[str], columns: list[int]) -> dict[str, float]:
-    """For each link the median and the lower quartile of the best of some rows."""
+    """For each link the median and the slowest round of the best of some rows."""
     found = {}
     for link, column in zip(("100 Mbit/s", "1 Gbit/s"), columns, strict=True):
         median, low, _ = max(cell(name, head, row, column) for row in rows)
-        found |= {f"{link}: times as fast": median, f"{link}: lower quartile": low}
+        found |= {f"{link}: times as fast": median, f"{link}: slowest round": low}
     return found
 
 

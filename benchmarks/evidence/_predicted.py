@@ -115,6 +115,21 @@ def _order() -> dict[str, float]:
     }
 
 
+def _ring() -> dict[str, float]:
+    """Modelled seconds of a dense ring, over the fastest sparse algorithm and over fewer nodes."""
+
+    def ring(nodes: int) -> float:
+        load = cost_model.Workload(VALUES, int(SHARE * VALUES), nodes)
+        return cost_model.paper_cost("dense", load).upper.seconds(ARIES)
+
+    sparse = ("ssar_recursive_double", "ssar_split_allgather", "dsar_split_allgather")
+    found = {}
+    for nodes in (2, FEW_NODES):
+        fastest = min(_seconds(name, int(SHARE * VALUES), nodes, ARIES) for name in sparse)
+        found[f"{nodes} nodes: ring / fastest"] = ring(nodes) / fastest
+    return found | {"ring, 256 nodes / 8": ring(256) / ring(FEW_NODES)}
+
+
 @functools.cache
 def step_of(name: str, workers: int) -> Prediction:
     """A step of BERT's size at 1 % on GPUs, as the planner predicts it."""

@@ -15,6 +15,7 @@ from ._recording import DENSITIES, WORKERS, recording, top_of_sum
 SIZE, DENSITY = 4096, 0.02
 # Several steps, since entries that find no slot stay in the residual for the next one.
 STEPS = 6
+_GATHERED = sc.allreduce.topk_a()
 
 
 def _algorithms() -> list[sc.SparseAllreduce]:
@@ -28,8 +29,10 @@ def _algorithms() -> list[sc.SparseAllreduce]:
 @functools.lru_cache(maxsize=4)
 def _followed(seed: int, quick: bool) -> dict[str, float]:
     """All algorithms over some steps: the loss of mass, and the differences between workers."""
-    workers = 4 if quick else 6
-    rng = np.random.default_rng(seed)
+    return _all_algorithms(4 if quick else 6, np.random.default_rng(seed))
+
+
+def _all_algorithms(workers: int, rng: np.random.Generator) -> dict[str, float]:
     lost, drift = 0.0, 0.0
     for allreduce in _algorithms():
         step = on_workers(allreduce, workers, exact_top_k(DENSITY))
@@ -46,6 +49,30 @@ def _followed(seed: int, quick: bool) -> dict[str, float]:
 
 def _of_followed(name: str, seed: int, quick: bool) -> dict[str, float]:
     return {name: _followed(seed, quick)[name]}
+
+
+def _any_workers(seed: int, quick: bool) -> dict[str, float]:
+    """The worst over numbers of workers that are no powers of two, and one worker."""
+    rng = np.random.default_rng(seed)
+    each = [_all_algorithms(workers, rng) for workers in ((3,) if quick else (1, 3, 5, 6, 7))]
+    return {name: max(found[name] for found in each) for name in each[0]}
+
+
+def _bfloat16(seed: int, quick: bool) -> dict[str, float]:
+    """Sums of bfloat16, compared with sums of what the workers gave up, in float64."""
+    workers, rng = 4 if quick else 6, np.random.default_rng(seed)
+    error, drift, given = 0.0, 0.0, {"density": DENSITY}
+    for allreduce in (sc.allreduce.ok_topk(**given), sc.allreduce.spardl(**given), _GATHERED):
+        step = on_workers(allreduce, workers, exact_top_k(DENSITY))
+        acc = jnp.asarray(rng.standard_t(3, (workers, SIZE)), jnp.bfloat16)
+        found = jax.device_get(step(acc, allreduce.init(SIZE, workers)))
+        totals, residual = (np.asarray(x, np.float64) for x in found[1:3])
+        exact = (np.asarray(acc, np.float64) - residual).sum(0)
+        drift = max(drift, float(np.abs(totals - totals[0]).max()))
+        sums = exact != 0
+        off = np.abs(totals[0] - exact)[sums] / np.abs(exact[sums])
+        error = max(error, float(off.max()))
+    return {"largest error of a sum, of the sum": error, "largest difference": drift}
 
 
 def _semantics(seed: int, quick: bool) -> dict[str, float]:
