@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -148,7 +149,7 @@ class Step(NamedTuple):
                 loss = jax.tree.map(lambda x: transport.pmean(x, workers.axis), loss)
             value = loss[0] if self.has_aux else loss
             opt_state = opt_state if before is None else before(opt_state, *more)
-            updates, opt_state = self.chain.update(gradients, opt_state, params, value=value)
+            updates, opt_state = self._updated(gradients, opt_state, params, value)
             updates = _common.updates_of(updates, workers.axis)
             opt_state = _common.state_of(opt_state, workers.specs, workers.axis)
             params = optax.apply_updates(params, updates)
@@ -160,6 +161,20 @@ class Step(NamedTuple):
         return self._mapped(of_worker, workers, ins, outs, check_vma=self.check_vma)(
             params, opt_state, made, *more
         )
+
+    def _updated(self, gradients: Any, opt_state: Any, params: Any, value: Any) -> Any:
+        try:
+            return self.chain.update(gradients, opt_state, params, value=value)
+        except TypeError as error:
+            missing = re.search(r"missing \d+ required keyword-only arguments?: (.*)", str(error))
+            if missing is None:
+                raise
+            raise TypeError(
+                f"a transformation in tx needs {missing[1]} in its update, and a step of all workers "
+                "gives it only value, the mean loss: a line search would evaluate the loss of all "
+                "workers at many parameters in one step. Take an optimizer without it, such as "
+                "optax.adamw, or optax.contrib.momo, which sets its learning rate from the loss."
+            ) from error
 
     def _mapped(
         self, function: Any, workers: Workers, ins: Any, outs: Any, *, check_vma: bool

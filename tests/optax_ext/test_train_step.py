@@ -61,6 +61,23 @@ def test_a_dense_step_has_loss_and_gradient_of_the_whole_batch_and_the_mean_of_a
     np.testing.assert_allclose(flat(new), flat(PARAMS) - flat(gradient), rtol=1e-4, atol=1e-6)
 
 
+def test_an_optimizer_receives_the_mean_loss_and_a_line_search_is_refused():
+    (batch,) = batches(1)
+    tx = optax.chain(optax_ext.dense(axis="data"), optax.contrib.momo(1.0))
+    _, state, loss = step_of(tx)(PARAMS, state_of(tx), batch)
+    (found,) = (x for x in jax.tree.leaves(state, is_leaf=is_momo) if is_momo(x))
+    np.testing.assert_allclose(found.barf, loss, rtol=1e-6)
+    searches = [optax.lbfgs(), optax.scale_by_backtracking_linesearch(max_backtracking_steps=5)]
+    for optimizer in searches:
+        tx = optax.chain(optax_ext.dense(axis="data"), optimizer)
+        message = "'value_fn'.* a line search .* Take an optimizer without it"
+        refused(message, step_of(tx), PARAMS, state_of(tx), batch, error=TypeError)
+
+
+def is_momo(state):
+    return hasattr(state, "barf")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer", [optax.sgd(0.05, momentum=0.9), optax.adamw(3e-3)], ids=["momentum", "adamw"]
