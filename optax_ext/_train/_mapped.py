@@ -170,10 +170,10 @@ class Step(NamedTuple):
             if missing is None:
                 raise
             raise TypeError(
-                f"a transformation in tx needs {missing[1]} in its update, and a step of all workers "
-                "gives it only value, the mean loss: a line search would evaluate the loss of all "
-                "workers at many parameters in one step. Take an optimizer without it, such as "
-                "optax.adamw, or optax.contrib.momo, which sets its learning rate from the loss."
+                f"a transformation in tx needs {missing[1]} in its update, and a step of all "
+                "workers gives it only value, the mean loss: a line search would evaluate the loss "
+                "of all workers at many parameters in one step. Take an optimizer without it, such "
+                "as optax.adamw, or optax.contrib.momo, which sets its learning rate from the loss."
             ) from error
 
     def _mapped(
