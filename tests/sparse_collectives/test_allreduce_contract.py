@@ -253,6 +253,23 @@ def test_density_one_with_room_for_all_is_a_dense_sum(place):
         assert (np.asarray(out["kept"]) == 0).all()
 
 
+@pytest.mark.parametrize("size", [1, 9])
+def test_zeros_behind_the_end_of_a_vector_are_not_counted_as_delivered(size):
+    outer, selector = sc.allreduce.shared_random(density=1.0), sc.select.topk(density=1.0)
+    allreduce, shape = sc.allreduce.hierarchical(inner_axis="device", outer=outer), (1, 7)
+
+    def delivered(acc, state):
+        shard = allreduce.scatter(acc)
+        coo, *_ = selector.select(shard, selector.init(shard.shape[0]))
+        return allreduce.reduce(coo, state, axis=nodes.AXES, acc=shard)[-1].delivered
+
+    states = nodes.initial(allreduce, size, shape)
+    found = sc.simulate(delivered, axis=nodes.AXES, axis_size=shape)(
+        jnp.ones((*shape, size)), states
+    )
+    assert (found == size).all()
+
+
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
