@@ -43,7 +43,7 @@ TRAININGS := tests/test_examples.py tests/test_smoke.py tests/test_training.py t
 PYTEST := $(CACHE) $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --max-worker-restart=0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow fuzz test-newest on-newest test-mpi contract evidence tables lint \
+.PHONY: help demo test test-slow fuzz test-newest on-newest test-mpi contract evidence gpu-check tables lint \
     format types docs build clean
 
 help:
@@ -55,6 +55,7 @@ help:
 	@echo "make test-mpi     build mpi4jax and run the tests over MPI; needs a C compiler"
 	@echo "make contract     check a selector or an allreduce of one's own (SELECTOR=file.py:factory, ALLREDUCE=...)"
 	@echo "make evidence     check the claims of the papers and of README, one by one (ARGS=--quick: in minutes)"
+	@echo "make gpu-check    compare predicted and measured steps on your hosts (ARGS='--coordinator HOST:PORT ...')"
 	@echo "make tables       write the tables of numbers of docs from docs/data"
 	@echo "make lint         check style, formatting, and the language of pages and docstrings"
 	@echo "make format       apply both"
@@ -136,6 +137,9 @@ contract: $(VENV)/.installed-test
 # log a screenful, as it does not know features of the machine that it has chosen itself.
 evidence: $(VENV)/.installed-test
 	@TF_CPP_MIN_LOG_LEVEL=3 $(CACHE) $(BIN)/python -m benchmarks.evidence $(ARGS)
+
+gpu-check: $(VENV)/.installed-test
+	$(BIN)/python -m benchmarks.gpu.hosts $(ARGS)
 
 tables: $(VENV)/.installed-test
 	@$(BIN)/python -m tools.tables $(ARGS)

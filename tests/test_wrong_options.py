@@ -56,6 +56,7 @@ REFUSED = [
     (".gpu.train_step .gpu.same_results", "--json no-such-folder/numbers.json; --rounds 0"),
     (".gpu.same_results", "--size 10; --only magic; --density 2"),
     (".gpu.train_step", "--width 0.5; --blocks 0; --calls x"),
+    (".gpu.hosts", "--params x; --only magic; --process 0; --processes 0; --rounds 0"),
     ("train_digits", "--density 0; --density much; --workers 3; --steps -1; --out figure.txt"),
     ("train_digits", "--data no-such-folder"),
     ("train_cached", "--bandwidth 0; --latency -1; --memory-limit nan; --workers 3; --batch 4096"),

@@ -53,8 +53,8 @@ def hierarchical(*, inner_axis: AxisName, outer: SparseAllreduce) -> SparseAllre
       ``gather(f[ceil(n / w)], n) -> f[n]``. The ``axis`` of ``reduce`` names all workers,
       ``inner_axis`` among them; the sum is over the other axes, and ``total`` is the same on all
       nodes. ``info`` is the same on all workers, except for ``overflow`` and ``useful``. It has the
-      nonzero entries of all shards, the smallest threshold, and as words the mean of ``outer`` over the
-      shards, plus the words inside the node, with ``scatter`` and ``gather``.
+      nonzero entries of all shards, the smallest threshold, and as words the mean of ``outer`` over
+      the shards, plus the words inside the node, with ``scatter`` and ``gather``.
 
     Raises:
       TypeError: ``outer`` is not a :class:`SparseAllreduce`.
@@ -122,7 +122,7 @@ def hierarchical(*, inner_axis: AxisName, outer: SparseAllreduce) -> SparseAllre
         inside = transport.axis_size(inner_axis)
         with jax.named_scope("hierarchical/outer"):
             total, undelivered, state, info = outer.reduce(coo, state, axis=nodes, **held)
-        # Zeros behind the end of the vector are entries of a shard, and not of the vector.
+        # Zeros after the end of the vector are entries of a shard, and not of the vector.
         values = total.values if isinstance(total, PaddedCOO) else total
         info = info._replace(delivered=jnp.sum(values != 0, dtype=jnp.int32))
         with jax.named_scope("hierarchical/inner"):

@@ -254,7 +254,7 @@ def test_density_one_with_room_for_all_is_a_dense_sum(place):
 
 
 @pytest.mark.parametrize("size", [1, 9])
-def test_zeros_behind_the_end_of_a_vector_are_not_counted_as_delivered(size):
+def test_zeros_after_the_end_of_a_vector_are_not_counted_as_delivered(size):
     outer, selector = sc.allreduce.shared_random(density=1.0), sc.select.topk(density=1.0)
     allreduce, shape = sc.allreduce.hierarchical(inner_axis="device", outer=outer), (1, 7)
 

@@ -1,12 +1,13 @@
 """What the cost model predicts: weak scaling, and steps of workers that share cores."""
 
+from benchmarks.gpu import _predicted
 from sparse_collectives import cost_model
 from sparse_collectives.planner import plan as plan_exchanges
 from sparse_collectives.planner._optimizers import CODES, plan_optimizers
 from sparse_collectives.planner._slow_links import plan_rounds
 from sparse_collectives.planner._ways import CPU, GPU
 
-from ._data import LABELS, Rows, blank_repeats, by, interval, read
+from ._data import LABELS, Rows, blank_repeats, by, interval, number, read
 from ._links import speedups
 
 SHOWN = (
@@ -82,3 +83,15 @@ def table_rounds_by_link() -> Rows:
             cells.append(f"`density={chosen.density:g}{rounds}`{bits}{overlapped}")
         rows.append([latency.replace("ms", " ms"), *cells])
     return rows
+
+
+def table_gpu_links() -> Rows:
+    """A dense step over a step of `sparse_adamw`, in float32 and in float16, by the host's card."""
+    found: dict[tuple[str, int, int], list[str]] = {}
+    for (model, hosts, gpus, _), steps in _predicted.cases():
+        dense = min(steps[name].step for name in ("dense", "dense, overlapped"))
+        half = steps["dense, float16, overlapped"].step
+        pair = (number(x / steps["sparse_adamw"].step) for x in (dense, half))
+        found.setdefault((model, gpus, hosts), []).append(" / ".join(pair))
+    rows = [[model, f"{gpus}", f"{hosts}", *cells] for (model, gpus, hosts), cells in found.items()]
+    return blank_repeats(rows)
