@@ -117,7 +117,7 @@ def _batches(mesh: Mesh, shapes: list[tuple[int, ...]]) -> list[Any]:
         keys = jax.random.split(jax.random.key(turn), len(shapes))
         pairs = zip(keys, shapes, strict=True)
         drawn = (jax.random.normal(key, (mesh.size, *shape)) for key, shape in pairs)
-        # Gradients have heavy tails, too.
+        # With heavy tails, as gradients have them.
         return [1e-3 * x * jnp.abs(x) for x in drawn]
 
     made = jax.jit(make, out_shardings=split)
