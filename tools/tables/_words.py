@@ -6,9 +6,7 @@ from typing import Any
 
 from ._data import LABELS, Rows, by, read
 
-ALGORITHMS = ("dense", *LABELS["words"], "ssar_recursive_double", "ssar_split_allgather")
-ALGORITHMS += ("dsar_split_allgather", "ring_sparse", "gtopk", "spardl", "ok_topk")
-ALGORITHMS += ("full_sums(ok_topk)",)
+ALGORITHMS = ("dense", *LABELS["words"], "dsar_split_allgather", "spardl", "ok_topk")
 SHORT = ("dense", "topk_a", "ok_topk", "partitioned_topk", "partitioned_topk, few bits")
 SHORT += ("partitioned_topk, few bits both ways",)
 
