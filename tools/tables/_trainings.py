@@ -1,8 +1,8 @@
-"""Selectors and counts in trainings: `benchmarks.training`."""
+"""Selectors in trainings: `benchmarks.training`."""
 
 from typing import Any
 
-from ._data import LABELS, Rows, blank_repeats, code, interval, percent, read
+from ._data import LABELS, Rows, code, percent, read
 
 Row = dict[str, Any]
 
@@ -20,16 +20,3 @@ def table_selector_quality() -> Rows:
 
     names = LABELS["selector_quality"]["shown"]
     return [[code(name), *(x for run in runs for x in line(run[name]))] for name in names]
-
-
-def table_paper_counts() -> Rows:
-    """Both rules of the paper's thresholds in trainings of their own, over the seeds."""
-    rows = []
-    for run in read("paper_counts.json"):
-        task = LABELS["paper_counts"][run["task"]]
-        line = [f"{task}, k = {run['k']:,}, tau' = {run['period']}", run["rule"]]
-        for of in (run["local"], run["global"]):
-            line.append(f"{interval([100 * value for value in of['after']], 0)} %")
-            line.append(interval(of["mean"], 2))
-        rows.append(line)
-    return blank_repeats(rows)
