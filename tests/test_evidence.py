@@ -21,7 +21,7 @@ from benchmarks.evidence._claims import (
     verdict,
 )
 from benchmarks.evidence._figures import CURVES, FIGURES, Curve
-from benchmarks.evidence._page import page, pages, unmarked
+from benchmarks.evidence._page import page, pages, table, unmarked
 from benchmarks.evidence._store import Store
 from tools.evidence_changes import changes, verdicts
 
@@ -144,11 +144,11 @@ def test_a_measurement_of_something_else_decides_nothing():
 
 def test_page_is_what_the_kept_results_give():
     # The ages on the page are from its writing: code may change without new measurements.
-    made = pages(page(Store(KEPT)))
+    made = pages(Store(KEPT))
     written = {name: (KEPT / name).read_text(encoding="utf-8") for name in made}
     assert {k: unmarked(x) for k, x in written.items()} == {k: unmarked(x) for k, x in made.items()}
     assert len(written["index.md"].split()) <= 1_500
-    assert set(verdicts(written["claims.md"])) == {claim.name for claim in CLAIMS}
+    assert set(verdicts(written["claims.html"])) == {claim.name for claim in CLAIMS}
 
 
 @pytest.mark.parametrize("name", QUICKEST)
@@ -230,21 +230,30 @@ def test_files_are_followed_by_imports_and_by_names_in_strings(tmp_path, monkeyp
 
 def test_changes_of_verdicts_between_two_pages(tmp_path):
     (one, two), store = with_results(tmp_path, one=1.0, two=1.0)
-    before = page(store, [one, two, NEVER])
+    before = table(store, [one, two, NEVER])
     assert verdicts(before) == {"some/one": HOLDS, "some/two": HOLDS, "some/never": UNCHECKED}
     store.add(two, 0, False, {"x": 2.0})
-    after = page(store, [two, NEVER])
+    after = table(store, [two, NEVER])
     assert changes(before, after) == [("some/two", HOLDS, FAILS), ("some/one", HOLDS, "gone")]
     assert changes(after, before) == [("some/one", "new", HOLDS), ("some/two", FAILS, HOLDS)]
     assert changes(after, after) == []
 
 
-def test_failures_come_first_on_the_page(tmp_path):
+def test_failures_come_first_in_the_table(tmp_path):
     claims, store = with_results(tmp_path, good=1.0, bad=2.0)
-    text = page(store, [*claims, NEVER])
+    given = [*claims, NEVER]
+    text = page(store, given)
     assert "**3 claims, 2 of them checked.**" in text
-    assert text.index("`some/bad`") < text.index("`some/good`") < text.index("`some/never`")
-    assert f"**{UNCHECKED}**: it takes a \\| cluster" in text
+    assert "These do not hold: [`some/bad`](claims.html#some/bad).\n" in text
+    text = table(store, given)
+    places = [text.index(f'<tr id="some/{name}">') for name in ("bad", "good", "never")]
+    assert places == sorted(places)
+    assert f"<b>{UNCHECKED}</b>: it takes a | cluster</td>" in text
+
+
+def test_texts_of_claims_are_escaped_in_the_table(tmp_path):
+    claim = NEVER._replace(text="`a < b` & c.")
+    assert "<code>a &lt; b</code> &amp; c.</td>" in table(Store(tmp_path), [claim])
 
 
 # Runs.

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.evidence import _claims, _store
 from benchmarks.evidence._claims import FAILS, HOLDS, UNTOLD, Bound, Claim, verdict
 from benchmarks.evidence._figures import CURVES, Curve
-from benchmarks.evidence._page import page, unmarked
+from benchmarks.evidence._page import page, pages, unmarked
 from benchmarks.evidence._store import Store
 from tests.test_evidence import claim_of, with_results
 
@@ -150,19 +150,19 @@ def test_page_keeps_a_result_of_other_code_that_is_stale(tmp_path, monkeypatch):
     code = {"some/one": "a", "some/two": "a"}
     monkeypatch.setattr(_store, "code_of", lambda one: code[one.name])
     claims, store = with_results(tmp_path, one=1.0, two=1.0)
-    fresh = page(store, claims)
-    assert "older than the code" not in fresh.partition("## What surprised")[2]
+    fresh = pages(store, claims)
+    assert not any("older than the code" in x or "(older code)" in x for x in fresh.values())
     code["some/one"] = "b"
     assert [store.old(claim) for claim in claims] == [True, False]
     assert [store.has(claim, 0, quick=True) for claim in claims] == [False, True]
-    text = page(store, claims)
-    assert "The results of 1 claims are older than the code." in text
-    (line,) = [line for line in text.splitlines() if "** (older than the code) |" in line]
-    assert "`some/one`" in line
-    assert HOLDS in line
-    assert unmarked(text) == fresh
+    text = pages(store, claims)
+    assert "The results of 1 claims are older than the code." in text["index.md"]
+    lines = text["claims.html"].splitlines()
+    (line,) = [line for line in lines if "</b> (older code)</td>" in line]
+    assert line.startswith(f'<tr id="some/one"><td><b>{HOLDS}')
+    assert {name: unmarked(x) for name, x in text.items()} == fresh
     store.add(claims[0], 0, False, {"x": 1.0})
-    assert page(store, claims) == fresh
+    assert pages(store, claims) == fresh
 
 
 def test_page_says_that_a_line_of_a_figure_is_of_other_code(tmp_path, monkeypatch):

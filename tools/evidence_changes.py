@@ -1,4 +1,4 @@
-"""Prints the verdicts of docs/evidence/claims.md that have changed since a revision, as a table.
+"""Prints the verdicts of docs/evidence/claims.html that have changed since a revision, as a table.
 
 python tools/evidence_changes.py REVISION
 """
@@ -8,14 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-PAGE = "docs/evidence/claims.md"
+PAGE = "docs/evidence/claims.html"
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def verdicts(page: str) -> dict[str, str]:
     """The verdict of each claim by its id."""
-    rows = re.finditer(r"(?m)^\| \*\*([^*|]+)\*\*[^|]*(?:\\\|[^|]*)* \| `([\w./-]+)` ", page)
-    return {row[2]: row[1] for row in rows}
+    rows = re.finditer(r'(?m)^<tr id="([\w./-]+)"><td><b>([^<]+)</b>', page)
+    return {row[1]: row[2] for row in rows}
 
 
 def changes(before: str, after: str) -> list[tuple[str, str, str]]:

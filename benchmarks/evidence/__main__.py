@@ -20,7 +20,7 @@ from .._common import options
 from . import _figures
 from ._claims import CLAIMS, VERDICTS, Claim, verdict
 from ._figures import CURVES, Curve
-from ._page import page, pages
+from ._page import pages
 from ._store import Store
 
 FOLDER = Path(".cache/evidence")
@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
     store.forget_all_but(everything)
     if not args.page:
         draw(args.folder / _figures.FOLDER, store)
-    for name, text in pages(page(store, CLAIMS)).items():
+    for name, text in pages(store, CLAIMS).items():
         (args.folder / name).write_text(text, encoding="utf-8")
     report([one for one in chosen if isinstance(one, Claim)], store)
     print(f"{len(tasks) - len(failed)} measured now; {args.folder / 'index.md'}")

@@ -1,5 +1,6 @@
-"""Two pages: counts, surprises and figures; and the claims of each paper, failures first."""
+"""A page with counts, surprises and figures, and a file with a table of all claims."""
 
+import html
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -11,51 +12,59 @@ from ._store import Result, Store
 
 # The prose of the page. Brackets stand for a number of a claim: `[id|number]`.
 _TEMPLATE = Path(__file__).with_name("page.md")
-# Where the second page begins.
-_TABLES = "\n# All claims\n"
-_HEAD = "| verdict | claim | the paper's number | ours | rule |\n|---|---|---|---|---|"
+# The file around the table of all claims.
+_TABLE = Path(__file__).with_name("claims.html")
+TABLE = "claims.html"
 # After a verdict, and after the caption of a figure.
-_OLD = " (older than the code)"
+_OLD = " (older code)"
 _OLDER = "The results of {} claims are older than the code."
 _QUICK = "Results marked with (q) are of the short trainings of `--quick`."
 
 
-def pages(text: str) -> dict[str, str]:
-    """The files that :func:`page` is divided into, by name: to be read, and to be looked up."""
-    summary, _, tables = text.partition(_TABLES)
-    return {"index.md": summary.rstrip("\n") + "\n", "claims.md": _TABLES.lstrip("\n") + tables}
+def pages(store: Store, claims: Sequence[Claim] = CLAIMS) -> dict[str, str]:
+    """The files by name: the page, to be read, and the table of all claims, to be looked up."""
+    return {"index.md": page(store, claims), TABLE: table(store, claims)}
 
 
 def page(store: Store, claims: Sequence[Claim] = CLAIMS) -> str:
-    """Both pages in Markdown, with the figures that have results."""
-    rows: dict[str, dict[str, list[str]]] = {}
+    """The page in Markdown, with the figures that have results."""
     names: dict[str, list[str]] = {name: [] for name in VERDICTS}
     for claim in claims:
-        decided, row = _row(claim, store)
-        names[decided].append(claim.name)
-        rows.setdefault(claim.paper_name, {}).setdefault(decided, []).append(row)
-    results = [result for claim in claims for result in store.best(claim)]
+        names[_decided(claim, store)[0]].append(claim.name)
     older = sum(map(store.old, claims))
     text = _filled(_TEMPLATE.read_text(encoding="utf-8"), claims, store).format(
         claims=len(claims),
         checked=len(claims) - len(names[UNCHECKED]),
         verdicts="\n".join(f"| {name} | {len(names[name])} |" for name in VERDICTS if names[name]),
-        failures=", ".join(f"`{name}`" for name in names[FAILS]) or "none",
+        failures=", ".join(f"[`{x}`]({TABLE}#{x})" for x in names[FAILS]) or "none",
         older=_OLDER.format(older) if older else "",
-        quick=_QUICK if any(result["quick"] for result in results) else "",
         figures="\n\n".join(_figures(store)),
-        claims_by_paper="\n\n".join(
-            _section(name, [row for one in VERDICTS for row in of.get(one, ())], claims)
-            for name, of in rows.items()
-        ),
-        machines=_machines(results),
     )
     # Empty parts leave blank lines.
     return re.sub(r"\n{3,}", "\n\n", text).rstrip("\n") + "\n"
 
 
+def table(store: Store, claims: Sequence[Claim] = CLAIMS) -> str:
+    """The table of all claims in HTML: by paper, and in each the claims that do not hold first."""
+    rows: dict[str, dict[str, list[str]]] = {}
+    for claim in claims:
+        of_paper = rows.setdefault(claim.paper_name, {})
+        of_paper.setdefault(_decided(claim, store)[0], []).append(_row(claim, store))
+    results = [result for claim in claims for result in store.best(claim)]
+    lines = []
+    for paper, of in rows.items():
+        lines.append(f'<tr><th colspan="6">{html.escape(paper)}</th></tr>')
+        lines += [row for name in VERDICTS for row in of.get(name, ())]
+    return (
+        _TABLE.read_text(encoding="utf-8")
+        .replace("{quick}", _html(_QUICK) if any(one["quick"] for one in results) else "")
+        .replace("{rows}", "\n".join(lines))
+        .replace("{machines}", "\n".join(_machines(results)))
+    )
+
+
 def unmarked(text: str) -> str:
-    """A page without its marks on the age of results, which depend on the code of that day."""
+    """A file without its marks on the age of results, which depend on the code of that day."""
     older = re.escape(_OLDER).replace(r"\{\}", r"\d+")
     return re.sub(rf"{older}\n\n|{re.escape(_OLD)}", "", text)
 
@@ -80,11 +89,16 @@ def _figures(store: Store) -> Iterable[str]:
             yield f"## {title}\n\n![{title}]({FOLDER}/{name}.png)\n\n{figure['caption']}{mark}"
 
 
-def _row(claim: Claim, store: Store) -> tuple[str, str]:
-    """The verdict of a claim, and its line."""
+def _decided(claim: Claim, store: Store) -> tuple[str, str]:
+    """The verdict of a claim, and a note."""
+    return verdict(claim, [result["numbers"] for result in store.best(claim)])
+
+
+def _row(claim: Claim, store: Store) -> str:
+    """The line of a claim."""
     found = store.best(claim)
+    decided, note = _decided(claim, store)
     numbers = [result["numbers"] for result in found]
-    decided, note = verdict(claim, numbers)
     ranges = {name: dict.fromkeys(map(shown, both)) for name, *both in spread(claim, numbers)}
     ours = "; ".join(f"{name}: {' to '.join(both)}" for name, both in ranges.items())
     if any(result["quick"] for result in found):
@@ -92,26 +106,26 @@ def _row(claim: Claim, store: Store) -> tuple[str, str]:
     rule = "; ".join(map(str, claim.rule))
     if claim.elsewhere:
         rule += f". Or {claim.where}: {'; '.join(map(str, claim.elsewhere))}"
-    result = f"**{decided}**" + (f": {note}" if note else "") + (_OLD if store.old(claim) else "")
-    cells = (result, f"`{claim.name}` {claim.text}", claim.paper, ours, rule)
-    return decided, "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    setting = f": {' '.join(claim.setting.split())}" if claim.setting else ""
+    result = f"<b>{decided}</b>{_html(f': {note}' if note else '')}"
+    result += _OLD if store.old(claim) else ""
+    said = f"<code>{claim.name}</code> {_html(claim.text)}"
+    others = map(_html, (claim.paper, ours, rule, f"{claim.source}{setting}."))
+    cells = "".join(f"<td>{cell}</td>" for cell in (result, said, *others))
+    return f'<tr id="{claim.name}">{cells}</tr>'
 
 
-def _section(paper: str, rows: Sequence[str], claims: Sequence[Claim]) -> str:
-    """The table of the claims of a paper, and their places and settings."""
-    lines = [f"## {paper}", "", _HEAD, *rows, ""]
-    for claim in claims:
-        if claim.paper_name == paper:
-            setting = f": {' '.join(claim.setting.split())}" if claim.setting else ""
-            lines.append(f"- `{claim.name}`, {claim.source}{setting}.")
-    return "\n".join(lines)
+def _html(text: str) -> str:
+    """Escaped, with the text between backticks as code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text, quote=False))
 
 
-def _machines(results: Sequence[Result]) -> str:
-    """The versions and machines of the results on the page."""
+def _machines(results: Sequence[Result]) -> Iterable[str]:
+    """The versions and machines of the results, a line for each."""
     found: Counter[str] = Counter()
     for result in results:
         versions = ", ".join(f"{name} {text}" for name, text in result["versions"].items())
         machine = result["machine"]
         found[f"{versions}; {machine['system']}, cores: {machine['cores']}"] += 1
-    return "\n".join(f"- {count} results: {text}." for text, count in sorted(found.items()))
+    for text, count in sorted(found.items()):
+        yield f"<li>{count} results: {html.escape(text)}.</li>"

@@ -9,8 +9,8 @@ auto and always: as the training gives them, and with the gradient of one layer 
 the accumulation (and divided again before the optimizer), so that nearly all are from a small part
 of the indices.
 
-docs/archive.md explains the counts in the split and reduce and in the allgather. The regions are
-cut at the first record, and then only if many entries overflow; `--period 1` cuts them at each.
+benchmarks/archive.md explains the counts in the split and reduce and in the allgather. The regions
+are cut at the first record, and then only if many entries overflow; `--period 1` cuts them at each.
 """
 
 import argparse

@@ -4,7 +4,7 @@
 
 Simulated workers run error feedback with exact top-k selections on synthetic gradients, each of
 which is hard for regions in its own way (`gradient`). The ideal is the top k of the sum of the
-workers' selections, computed separately; docs/archive.md explains the columns.
+workers' selections, computed separately; benchmarks/archive.md explains the columns.
 
 With `--recorded` the selections of two trainings go through each division instead, recorded as in
 load_balance. They have the residuals of that training, so "wait" means little.

@@ -15,7 +15,7 @@ from tests.optax_ext.helpers import mesh, train
 from tests.sparse_collectives.table import SELECTORS
 from tests.sparse_collectives.table import SHORT_CODECS as CODECS
 
-# Errors of 2 bits are larger than most values and grow if they are fed back (docs/wire.md).
+# Errors of 2 bits are larger than most values and grow if they are fed back (docs/allreduces.md).
 _CODECS = tuple(name for name in CODECS if name != "qsgd2")
 PARAMS, SIZE, ROUNDS = {"a": (6, 11), "b": (31,)}, 97, 3
 

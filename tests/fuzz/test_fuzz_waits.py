@@ -29,7 +29,7 @@ from tests.sparse_collectives.table import SHORT_CODECS as CODECS
 
 SIZE, IN_A_PART = 96, 3
 # Selectors of about k entries, whatever the distribution; others depend on it
-# (docs/selectors.md). Codecs of 2 bits with feedback diverge (docs/wire.md).
+# (docs/selectors.md). Codecs of 2 bits with feedback diverge (docs/allreduces.md).
 STEADY = (
     *("threshold_reuse", "dgc", "random_k", "mstopk"),
     *("adtopk", "adtopk_interleaved", "adtopk_threshold", "layerwise"),

@@ -28,7 +28,6 @@ DRAWN = {
     "chaos.png": (_losses.loss_with_deaths, 3.9),
     "network.png": (_steps.parts_of_steps, 3.2),
     "scaling.png": (_steps.predicted_steps, 3.7),
-    "load_balance.png": (_steps.balance, 4.2),
 }
 
 

@@ -1,4 +1,4 @@
-"""Times of steps, and how evenly entries are distributed over workers."""
+"""Times of steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ PARTS = {
     "sparsification": ("sparsification", "#94a3b8", "black"),
     "communication": ("communication", "#334155", "white"),
 }
-WAYS = {"equal": "#c2410c", "balanced": "#0f766e"}
 
 
 def parts_of_steps(figure: Figure) -> None:
@@ -70,37 +69,3 @@ def predicted_steps(figure: Figure) -> None:
         axes.set_title(network, loc="left", fontsize=TEXT)
         name_ends(axes, lines)
     panels[0].set_ylabel("predicted ms per step")
-
-
-def balance(figure: Figure) -> None:
-    """The largest number of entries over the mean, in both phases."""
-    runs = read("load_balance.json")["runs"]
-    panels = figure.subplots(2, len(runs), sharex=True, sharey=True)
-    for axes in panels.flat:
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set(xlim=(14, 300), ylim=(0.9, 30), xticks=(16, 32, 64), yticks=(1, 2, 5, 10, 20))
-        axes.minorticks_off()
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter("{x:,.0f}")
-    for (above, below), run in zip(panels.T, runs, strict=True):
-        at = by(run["rows"], "regions", "workers")
-        workers = sorted({p for _, p in at})
-        received, ends = [], []
-        for way, color in WAYS.items():
-            rows = [at[way, p] for p in workers]
-            received.append((way, color, workers, [row["received"] for row in rows]))
-            series = {"before": [row["before"] for row in rows]}
-            for mode in ("auto", "always"):
-                series[mode] = [row["balance"][mode]["after"] for row in rows]
-            for (name, ys), style in zip(series.items(), ("o-", "s--", "^:"), strict=True):
-                below.plot(workers, ys, style, color=color, linewidth=1.3, markersize=3.5)
-                ends.append((name, color, workers, ys))
-        draw_lines(above, received)
-        name_ends(above, received)
-        name_ends(below, ends[3:] if run is runs[0] else ends[:1])
-        above.set_title(f"{run['run']},\n{run['case']}", loc="left", fontsize=SMALL)
-        end_at(below, workers[-1], "workers")
-        end_at(above, workers[-1], "")
-    panels[0, 0].set_ylabel("received entries,\nlargest / mean")
-    panels[1, 0].set_ylabel("entries in the allgather,\nlargest / mean")

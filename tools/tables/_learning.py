@@ -11,7 +11,6 @@ from ._data import DATA, LABELS, Rows, blank_repeats, listed
 # The workers that contestants of the same steps were run with; others with 8.
 WORKERS = {"sparse_adamw": (4, 8, 16, 32), "sparse_adamw limit=1000": (4, 8)}
 TEXT = {"task": "text", "steps": 2000, "width": 32, "rate": 0.02}
-IMAGES = {"task": "images-adamw", "steps": 600, "rate": 0.004}
 # Second moments by row and column: a task, and a learning rate if all have the same one.
 MOMENTS = (
     ("`text`, 2,000 steps", "text", None),
@@ -191,38 +190,6 @@ def table_loss_by_windows() -> Rows:
         cells = [sparse[contestant], str(width), str(workers), str(windows), f"{steps:,}"]
         rows.append([*cells, *losses, f"{mean:.1f} %", listed(above, 1)])
     return blank_repeats(rows)
-
-
-def table_tried_at_one_percent() -> Rows:
-    """Options at a density of 1 %: the loss of each seed, and how far it is above dense."""
-    file = "learning_one_percent.jsonl"
-    dense = [run["value"] for run in runs(file, contestant="dense")]
-    rows = [["dense AdamW", listed(dense, 3), ""]]
-    for name, shown in LABELS["tried_at_one_percent"].items():
-        values = [run["value"] for run in runs(file, contestant=name)]
-        above = [100 * (a / b - 1) for a, b in zip(values, dense, strict=True)]
-        rows.append([shown, listed(values, 3), listed(above, 1)])
-    return rows
-
-
-def table_limit() -> Rows:
-    """Excess over the limit, held back as a whole and in part: each seed."""
-    text, images = TEXT | {"share": 1.0}, IMAGES | {"share": 0.1}
-    cases = [(f"text, 5 %, P = {p}: loss", text, p, "sparse_adamw") for p in (4, 8, 16, 32)]
-    cases.append(("text, 1 %, P = 8: loss", text, 8, "sparse_adamw density=0.01"))
-    cases.append(("images, 0.5 %, P = 4: accuracy, %", images, 4, "sparse_adamw"))
-    rows = []
-    for shown, setting, workers, name in cases:
-        dense = {key: value for key, value in setting.items() if key != "share"}
-        of_workers = setting | {"workers": workers}
-        given = [{"contestant": x} | of_workers for x in (f"{name}, hard limit", name)]
-        found = [runs(**each) for each in (*given, {"contestant": "dense"} | dense)]
-        values = [[run["value"] for run in each] for each in found]
-        if setting is images:
-            rows.append([shown, *(listed([100 * x for x in each], 2) for each in values)])
-        else:
-            rows.append([shown, *(listed(each, 3) for each in values)])
-    return rows
 
 
 def table_moments() -> Rows:

@@ -3,35 +3,11 @@
 import functools
 import statistics
 from collections.abc import Iterable
-from typing import Any
 
-from ._data import LABELS, Rows, by, listed, read
+from ._data import LABELS, Rows, listed
 from ._learning import Best, best_runs
 
 LINKS = ("100mbit", "1gbit")
-# One seed was run later at this learning rate; the others are the better of two for three seeds.
-LATER, LARGER = 0.0015, 0.006
-
-
-def _over_links(later: bool = False) -> dict[Any, Any]:
-    rows = read("learning_links.json")["rows"]
-    return by((row for row in rows if (row["rate"] == LATER) == later), "method", "link")
-
-
-def table_loss_over_links() -> Rows:
-    """Every seed, and the steps that were taken."""
-    found, later, rows = _over_links(), _over_links(later=True), []
-    for name, shown in LABELS["loss_over_links"].items():
-        bold = "**" if name == "sparse_adamw" else ""
-        cells = [f"{bold}{shown}{bold}"]
-        for row in (found[name, link] for link in LINKS):
-            star = " *" if row["rate"] == LARGER else ""
-            cells += [f"{bold}{listed(row['losses'], 3)}{bold}{star}", str(row["steps"])]
-        each = [
-            listed(later[name, x]["losses"][:1], 3) if (name, x) in later else "" for x in LINKS
-        ]
-        rows.append([*cells, *each])
-    return rows
 
 
 def losses_by_time(link: str, file: str, workers: int = 4) -> list[Best]:

@@ -7,7 +7,6 @@ from typing import Any
 from benchmarks._common.timing import over
 
 from ._data import (
-    DATA,
     LABELS,
     ROOT,
     Rows,
@@ -43,15 +42,6 @@ def table_first_steps() -> Rows:
     ]
 
 
-def table_step_cost() -> Rows:
-    """A whole step of one worker, as a share of `lax.top_k`; of all runs that were kept."""
-    rows = [row for path in DATA.glob("step_cost*.json") for row in read(path)["times"]]
-    return [
-        [shown, interval((row["ratio"] for row in rows if row["contestant"] == name), 2)]
-        for name, shown in LABELS["step_cost"].items()
-    ]
-
-
 def table_memory() -> Rows:
     """Bytes for each parameter, of the state and while a step runs."""
     rows = read("state_memory.json")
@@ -72,9 +62,8 @@ def table_sites() -> Rows:
         for link, said in LINKS.items():
             dense = found[layout, link, "dense"]
             sparse = [found[layout, link, method] for method in ("ok_topk", "sparse_adamw")]
-            words = [f"1/{dense['words'] / row['words']:.0f}" for row in sparse]
             gains = [middle(over(dense["seconds"], row["seconds"]), 1) for row in sparse]
-            rows.append([shown, said, median(dense["seconds"], 2), *gains, *words])
+            rows.append([shown, said, median(dense["seconds"], 2), *gains])
     return blank_repeats(rows)
 
 

@@ -4,12 +4,9 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from ._data import LABELS, Rows, blank_repeats, by, read
+from ._data import LABELS, Rows, by, read
 
-ALGORITHMS = ("dense", *LABELS["words"], "ssar_recursive_double", "ssar_split_allgather")
-ALGORITHMS += ("dsar_split_allgather", "ring_sparse", "gtopk", "spardl", "ok_topk")
-ALGORITHMS += ("full_sums(ok_topk)",)
-COUNTS = {"even": "even", "spread": "uneven, a surplus redistributed", "worst": "worst"}
+ALGORITHMS = ("dense", *LABELS["words"], "dsar_split_allgather", "spardl", "ok_topk")
 SHORT = ("dense", "topk_a", "ok_topk", "partitioned_topk", "partitioned_topk, few bits")
 SHORT += ("partitioned_topk, few bits both ways",)
 
@@ -30,34 +27,22 @@ def _multiples(names: Iterable[str], workers: Sequence[int]) -> Rows:
     ]
 
 
-table_words = partial(_multiples, ALGORITHMS, (2, 3, 6, 16, 48, 100, 384, 1024))
+table_words = partial(_multiples, ALGORITHMS, (2, 6, 16, 48, 384))
 table_words_in_short = partial(_multiples, SHORT, (2, 6, 16, 48, 384))
 
 
-def table_words_by_codec() -> Rows:
-    """Ok-Topk at n = 1e8, by encoding: even counts, a surplus dealt out, the worst."""
-    found = by(read("traffic.json")["flatness"], "codec", "case")
-    rows = []
-    for codec, shown in LABELS["words_by_codec"].items():
-        for case, said in COUNTS.items():
-            # The data are for 16, 64, 256 and 1,024 workers.
-            of_k = (found[codec, case]["of_k"][i] for i in (0, 1, 3))
-            rows.append([shown, said, *(f"{x:.2f}" for x in of_k)])
-    return blank_repeats(rows)
-
-
 def table_where_the_bound_holds() -> Rows:
-    """Ok-Topk over n and P, by what has to be balanced; bold is what exceeds the bound."""
-    cases = ("rounds", "neighbours", "spread", "worst")
+    """Ok-Topk with n = 10^6, by what has to be balanced; bold is what exceeds the bound."""
 
     def multiple(value: float) -> str:
         return f"**{value:.2f}**" if value > 6 else f"{value:.2f}"
 
-    rows = []
-    for row in read("traffic.json")["bound"]:
-        # Without windows all steps go by rounds.
-        at_once = multiple(row["even"]) if row["even"] < row["rounds"] else ""
-        setting = [f"1e{len(str(row['params'])) - 1}", f"{row['workers']:,}"]
-        setting.append(f"{row['of_a_worker']:,.0f}")
-        rows.append([*setting, at_once, *(multiple(row[case]) for case in cases)])
-    return blank_repeats(rows)
+    return [
+        [
+            f"{row['workers']:,}",
+            f"{row['of_a_worker']:,.0f}",
+            *(multiple(row[case]) for case in ("even", "spread", "worst")),
+        ]
+        for row in read("traffic.json")["bound"]
+        if row["params"] == 10**6
+    ]
