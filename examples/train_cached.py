@@ -5,8 +5,8 @@
     python examples/train_cached.py --data FOLDER_OF_CLASSES --size 64 --bandwidth inf --latency 0
 
 The first epoch takes the images from the source, here one that is slowed down like a network file
-system, and later ones take them from memory, as a line for each epoch shows. docs/special_cases.md
-says more.
+system, and later ones take them from memory, as a line for each epoch shows.
+examples/data_cache/README.md says more.
 """
 
 import argparse

@@ -11,7 +11,7 @@ import sys
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "works_with.md"
-HEAD = "| combination | how to write it | also tested in | notes |\n|---|---|---|---|\n"
+HEAD = "| combination | how to write it | notes |\n|---|---|---|\n"
 
 
 def page() -> str:
@@ -21,8 +21,8 @@ def page() -> str:
     groups: dict[str, list[str]] = {}
     for row in combinations.ROWS:
         how = f"`{row.code}`" + (f", and {row.how}" if row.how else "")
-        modes = ", ".join((*row.also, *(("sharded",) if row.sharded else ())))
-        line = f"| {row.name} | {how} | {modes} | {row.note} |"
+        name = row.name + (" †" if row.also else "")
+        line = f"| {name} | {how} | {row.note} |"
         groups.setdefault(row.group, []).append(line)
     tables = [f"### {group}\n\n{HEAD}" + "\n".join(lines) for group, lines in groups.items()]
     text = PAGE.read_text()

@@ -6,8 +6,8 @@
 
 It repeats section 8.2 of SparCML (Table 2) with generated data in the shape of URL and webspam, and
 the trainings of examples/linear_models, one for each exchange. They take turns. A turn is an epoch
-or its first --steps, and seconds are scaled to an epoch. docs/special_cases.md explains the
-results. Linux only, with root and iproute2 (ip, tc).
+or its first --steps, and seconds are scaled to an epoch. Linux only, with root and iproute2 (ip,
+tc).
 """
 
 import argparse

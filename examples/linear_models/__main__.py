@@ -1,4 +1,4 @@
-"""Trains a linear model with each exchange; docs/special_cases.md has the method and costs."""
+"""Trains a linear model with each exchange; README.md here has the method."""
 
 import argparse
 import json

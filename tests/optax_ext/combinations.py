@@ -82,8 +82,8 @@ GROUPS = {
         _behind(
             "`polyak_sgd`",
             "optax.polyak_sgd(0.1)",
-            "`make_train_step` passes the mean loss as `value`. In a loop of your own, pass "
-            "`value=`, the same on every worker.",
+            "`make_train_step` passes the mean loss as `value`. Your own loop passes `value=`, the "
+            "same on every worker.",
         ),
         _behind(
             "`contrib.reduce_on_plateau`",
@@ -94,7 +94,7 @@ GROUPS = {
             "`contrib.sam`",
             "optax.GradientTransformation(*optax.contrib.sam(optax.sgd(0.1), "
             "optax.chain(optax.contrib.normalize(), optax.sgd(0.05))))",
-            "Its update takes no `value`, and `GradientTransformation(*...)` leaves it out.",
+            "`GradientTransformation(*...)` leaves out `value`, which it does not take.",
         ),
         _behind("schedules", "optax.sgd(optax.warmup_cosine_decay_schedule(0.0, 0.1, 2, 10))"),
     ),
@@ -108,15 +108,14 @@ GROUPS = {
         Row(
             "`optax_ext.delayed` around the chain",
             "optax_ext.delayed(optax.chain(reduce, optax.adam(1e-2)))",
-            "A step exchanges the gradient of the previous step, at a [higher loss]"
-            "(training.md#a-delay-of-one-step).",
+            "[It costs loss](training.md#a-delay-of-one-step).",
             also=ALL,
         ),
         Row(
             "`MultiSteps` around the chain",
             "optax.MultiSteps(optax.chain(reduce, optax.adam(1e-2)), 2).gradient_transformation()",
-            "Prefer [`optax_ext.multi_steps`](#gradient-accumulation): this one exchanges at every "
-            "mini-step.",
+            "It exchanges at every mini-step: prefer "
+            "[`optax_ext.multi_steps`](#gradient-accumulation).",
             also=ALL,
         ),
         _behind(
@@ -125,8 +124,7 @@ GROUPS = {
         _behind(
             "`apply_if_finite`",
             "optax.apply_if_finite(optax.adam(1e-2), 3)",
-            "After the exchange only. Around it is an error. For local gradients there is "
-            "`nonfinite='skip'`, the default.",
+            BEHIND,
         ),
         _behind(
             "`conditionally_mask`",
@@ -153,7 +151,7 @@ GROUPS = {
             "`masked`",
             'optax.chain(optax.masked(reduce, {"w1": True, "b": False, "w2": True}), '
             'optax.masked(dense, {"w1": False, "b": True, "w2": False}), optax.adam(1e-2))',
-            "Leaves that the sparse allreduce leaves out must go through the dense one, or be "
+            "The other leaves must go through the dense allreduce, or be "
             "[frozen](#lora-and-frozen-parameters).",
         ),
         Row(
@@ -183,7 +181,7 @@ GROUPS = {
         _behind(
             "`freeze`",
             'optax.freeze({"w1": False, "b": True, "w2": False}), optax.sgd(0.1)',
-            "After the exchange, which still has the frozen leaf.",
+            "Not in optax 0.2.5. The exchange still has the frozen leaf.",
         ),
     ),
     "Models and precision": (

@@ -162,7 +162,7 @@ def test_the_loss_that_is_returned_is_that_where_the_gradients_are_taken():
         # The residual is 0 before the first step.
         assert found[0] == pytest.approx(0, abs=1e-5)
         assert max(found[1:]) < 0
-        # The page says 4 and 2 %; the residual depends on the limit's rule.
+        # As the page says.
         assert -0.1 < np.mean(found) < -0.01
 
 

@@ -104,7 +104,7 @@ def test_what_has_no_weights_is_refused(loss_fn, options, kind, message):
 
 
 def test_a_sum_divided_by_the_mean_count_is_the_same_in_a_step_of_ones_own():
-    """The recipe of docs/from_optax.md."""
+    """The recipe of docs/troubleshooting.md."""
     batch = X, MASKS["unequal"].astype(np.float32)
 
     def loss_fn(params, batch):

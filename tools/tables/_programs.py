@@ -22,24 +22,3 @@ def table_more_clients() -> Rows:
         fewer = (number(words["dense"] / words[x], 0) for x in words if x != "dense")
         rows.append([program, *map(_all, arms.values()), ", ".join(fewer)])
     return rows
-
-
-def _rates(file: str) -> Rows:
-    """One program at several learning rates, a row for each exchange."""
-    found = by(read(file)["rows"], "exchange", "factor")
-    arms, factors = (list(dict.fromkeys(key[i] for key in found)) for i in (0, 1))
-    return [
-        [LABELS["more_clients"].get(arm) or f"the same, `{arm}`"]
-        + [_all(found[arm, factor]) for factor in factors]
-        for arm in arms
-    ]
-
-
-def table_lora_rates() -> Rows:
-    """LoRA with every exchange."""
-    return _rates("more_clients_lora.json")
-
-
-def table_classifier_rates() -> Rows:
-    """The classifier before and after the change."""
-    return _rates("more_clients_classifier.json")

@@ -1,7 +1,5 @@
 """Steps and epochs on one machine and over links, and programs that are compiled for a GPU."""
 
-import statistics
-from functools import partial
 from typing import Any
 
 from benchmarks._common.timing import over
@@ -22,7 +20,7 @@ from ._data import (
 )
 
 # The columns of the table of first steps.
-LEAVES = (1, 102, 300, 1002)
+LEAVES = (102, 1002)
 LINKS = {"1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}
 
 
@@ -44,14 +42,10 @@ def table_first_steps() -> Rows:
 
 def table_memory() -> Rows:
     """Bytes for each parameter, of the state and while a step runs."""
-    rows = read("state_memory.json")
+    found = by(read("state_memory.json"), "option")
     return [
-        [
-            LABELS["memory"].get(row["option"], code(row["option"])),
-            f"{round(row['state'], 2):g}",
-            f"{row['temporary']:.1f}",
-        ]
-        for row in rows
+        [shown, f"{round(found[name]['state'], 2):g}", f"{found[name]['temporary']:.1f}"]
+        for name, shown in LABELS["memory"].items()
     ]
 
 
@@ -65,56 +59,6 @@ def table_sites() -> Rows:
             gains = [middle(over(dense["seconds"], row["seconds"]), 1) for row in sparse]
             rows.append([shown, said, median(dense["seconds"], 2), *gains])
     return blank_repeats(rows)
-
-
-def _linear(model: str) -> Rows:
-    """Epochs of linear models over links: `benchmarks.network.linear_models`."""
-    found, rows = by(read("linear_url.json")["rows"], "model", "exchange"), []
-    base, keys = found[model, "dense"], ("epoch_seconds", "exchange_seconds")
-    for name, shown in LABELS["linear_url"].items():
-        row, line = found[model, name], [shown]
-        line += [median(row[key], 2 if statistics.median(row[key]) < 20 else 0) for key in keys]
-        for gains in (over(base[key], row[key]) for key in keys):
-            line.append("1" if row is base else middle(gains, 1 if min(gains) >= 1 else 2))
-        if model == "logistic":
-            share = base["words"][0] / row["words"][0]
-            less = f"1/{share:,.0f}" if share > 100 else f"1/{share:.1f}"
-            line += [f"{row['words'][0]:,.0f}", less if share > 1 else f"{1 / share:.0f}"]
-        worst = max(abs(x - 1) for x in over(base["objectives"], row["objectives"]))
-        differs = f"{worst:.0e}".replace("e-0", "e-") if worst else "0"
-        rows.append([*line, "" if row is base else differs])
-    return rows
-
-
-table_linear_url_logistic = partial(_linear, "logistic")
-table_linear_url_svm = partial(_linear, "svm")
-
-
-def table_partitioned_norms() -> Rows:
-    """A worker's step with partitioned norms, as a ratio to optax."""
-    found, rows = by(read("partitioned_norms.json")["times"], "of", "contestant"), []
-    for name in ("lamb", "lars"):
-        line = [f"`{name}`", "1"]
-        for row in (found[name, f"P = {p}"] for p in (1, 8, 64)):
-            low, high = row["ratio_quartiles"]
-            line.append(around(low, row["ratio"], high, 2))
-        rows.append([*line, *cells(found[name, "no norms"], "{ratio:.2f}")])
-    return rows
-
-
-def table_data_cache() -> Rows:
-    """Samples for a second from a slow source, as ratios to no cache."""
-    rows = []
-    for row in read("data_cache.json")["rows"]:
-        line = [LABELS["data_cache"].get(row["contestant"], row["contestant"])]
-        for values in (row[f"epoch {number}"] for number in (1, 2, 3, 4)):
-            value, low, high = values
-            line.append(around(low, value, high, 0 if value >= 10 else 1))
-        if row["contestant"] == "no cache":
-            line[1] = "1"
-        megabytes = row["added_memory"][0] / 1e6, row["disk"] / 1e6
-        rows.append([*line, *(f"{x:.0f}" if x else "" for x in megabytes)])
-    return rows
 
 
 def table_selector_times() -> Rows:
