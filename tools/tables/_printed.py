@@ -6,10 +6,10 @@ from ._data import Rows, blank_repeats, printed
 def table_faults() -> Rows:
     """Faults, and how the processes that are left end; seconds without their unit."""
     rows = []
-    for fault, said, ended, bound, step, result in printed("faults"):
+    for fault, said, ended, *_ in printed("faults"):
         seconds, finished, _ = ended.partition(" s, finished")
         shown = f"{seconds} (finished)" if finished else seconds.removesuffix(" s")
-        rows.append([fault, said, shown, bound.removesuffix(" s"), step, result])
+        rows.append([fault, said, shown])
     return rows
 
 

@@ -144,8 +144,7 @@ def table_gpu_programs() -> Rows:
     found, rows = by(_compiled("programs.json"), "program"), []
     for row in (found[name] for name in LABELS["gpu_programs"]["shown"]):
         line = [f"`{row['program']}`", interval(row["launches"], 0)]
-        for both in (row["touched_bytes"], row["moved_bytes"]):
-            line.append(interval([x / 1e9 for x in both], 2))
+        line.append(interval([x / 1e9 for x in row["moved_bytes"]], 2))
         line += [f"{row['temporary_bytes'] / 1e6:,.0f}", str(row["waits"])]
         rows.append(
             [*line, "{} of {}".format(*row["collectives"]) if row["collectives"][1] else ""]
@@ -208,16 +207,5 @@ def table_gpu_kernels() -> Rows:
     for row in read("gpu_kernels.json")["programs"]:
         low, high = row["ms_range"]
         line = [f"`{row['program']}`", around(low, row["ms"], high, 2), f"{row['kernels_ms']:.2f}"]
-        rows.append([*line, f"{row['launched']:,.0f}", f"{row['counted_moved_gb']:.2f}"])
+        rows.append([*line, f"{row['launched']:,.0f}"])
     return rows
-
-
-def table_gpu_functions() -> Rows:
-    """The functions whose kernels make a training step longer with an exchange."""
-    alone, sparse = (
-        {x["function"]: x["us"] for x in row["functions"]}
-        for row in read("gpu_kernels.json")["programs"][-2:]
-    )
-    more = {name: us - alone.get(name, 0.0) for name, us in sparse.items()}
-    order = sorted(more, key=lambda name: -more[name])
-    return [[f"`{name}`", f"{more[name]:.0f}"] for name in order if name != "-"][:9]
