@@ -64,27 +64,6 @@ def table_loss_after_minutes() -> Rows:
     return rows
 
 
-def table_muon_after_minutes() -> Rows:
-    """Muon by what exchanges its gradients, one column of losses and steps for each link."""
-    columns = [
-        {
-            x.shown: x
-            for x in best_runs(LABELS["muon_after_minutes"], "learning_time.jsonl", link=link)
-        }
-        for link in LINKS
-    ]
-    rows = []
-    for shown in LABELS["muon_after_minutes"].values():
-        cells = [shown]
-        for of in columns:
-            one = of[shown]
-            steps = statistics.mean(run["steps"] for run in one.runs)
-            cells += [listed(one.losses, 3), f"{steps:,.0f}"]
-        megabytes = statistics.mean(run["received"] for run in one.runs) / 1e6
-        rows.append([*cells, f"{megabytes:.2f}"])
-    return rows
-
-
 def table_loss_over_latency() -> Rows:
     """Over links with latency: a column for each, with the mean and the worst seed."""
     cases = ("100mbit+50ms", 4), ("20mbit+150ms", 4), ("100mbit+50ms", 8), ("20mbit+150ms", 8)

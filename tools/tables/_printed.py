@@ -3,16 +3,6 @@
 from ._data import Rows, blank_repeats, printed
 
 
-def table_faults() -> Rows:
-    """Faults, and how the processes that are left end; seconds without their unit."""
-    rows = []
-    for fault, said, ended, *_ in printed("faults"):
-        seconds, finished, _ = ended.partition(" s, finished")
-        shown = f"{seconds} (finished)" if finished else seconds.removesuffix(" s")
-        rows.append([fault, said, shown])
-    return rows
-
-
 def table_network_older() -> Rows:
     """Many sizes: the time of `dense`, and speeds as multiples of it."""
     rows = [
