@@ -1,4 +1,4 @@
-"""What the cost model predicts: weak scaling, and steps of workers that share cores."""
+"""What the cost model predicts: steps of workers that share cores, and rounds over a link."""
 
 from sparse_collectives import cost_model
 from sparse_collectives.planner import plan as plan_exchanges
@@ -6,28 +6,8 @@ from sparse_collectives.planner._optimizers import CODES, plan_optimizers
 from sparse_collectives.planner._slow_links import plan_rounds
 from sparse_collectives.planner._ways import CPU, GPU
 
-from ._data import LABELS, Rows, blank_repeats, by, interval, read
+from ._data import LABELS, Rows, interval
 from ._links import speedups
-
-SHOWN = (
-    ("Aries-like", (16, 1024)),
-    ("25 Gbit Ethernet", (16, 1024)),
-    ("100 Mbit internet", (16, 128, 1024)),
-)
-METHODS = ("topk_a", "gtopk", "topk_dsa", "ok_topk")
-
-
-def table_scaling() -> Rows:
-    """The time of the dense exchange over the time of the method."""
-    found, rows = by(read("scaling.json")["rows"], "network", "workers", "algorithm"), []
-    for setting in ((network, workers) for network, counts in SHOWN for workers in counts):
-        dense = found[*setting, "dense"]["step"]
-        ratios = [dense / found[*setting, method]["step"] for method in METHODS]
-        network, workers = setting
-        shown = (f"{x:.{1 if x >= 1 else 2}f}" for x in ratios)
-        rows.append([network, f"{workers:,}", *shown])
-    return blank_repeats(rows)
-
 
 # The case of docs/data/network_4*.json.
 _WORKERS, _PARAMS, _SHARING, _LATENCY = 4, 14_700_000, 2.0, "100us"

@@ -169,7 +169,9 @@ def table_gpu_timings() -> Rows:
     moved = {row["program"]: row["moved_bytes"][0] for row in _compiled("programs.json")}
     rows = []
     # One worker reduces nothing, so its dense step is left out.
-    found = [row for row in read("gpu_timings.json")["rows"] if row["contestant"] != "dense"]
+    left_out = {"dense", "random_k", "adtopk_interleaved", "bucketed", "partitioned_topk_few"}
+    rows_of = read("gpu_timings.json")["rows"]
+    found = [row for row in rows_of if row["contestant"] not in left_out]
     for row in sorted(found, key=lambda row: row["part"]):
         part, name = row["part"], row["contestant"]
         key = f"select.{name}" if part == "selection" else name
