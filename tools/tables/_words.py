@@ -10,6 +10,8 @@ ALGORITHMS = ("dense", *LABELS["words"], "ssar_recursive_double", "ssar_split_al
 ALGORITHMS += ("dsar_split_allgather", "ring_sparse", "gtopk", "spardl", "ok_topk")
 ALGORITHMS += ("full_sums(ok_topk)",)
 COUNTS = {"even": "even", "spread": "uneven, a surplus redistributed", "worst": "worst"}
+SHORT = ("dense", "topk_a", "ok_topk", "partitioned_topk", "partitioned_topk, few bits")
+SHORT += ("partitioned_topk, few bits both ways",)
 
 
 def _multiples(names: Iterable[str], workers: Sequence[int]) -> Rows:
@@ -29,6 +31,7 @@ def _multiples(names: Iterable[str], workers: Sequence[int]) -> Rows:
 
 
 table_words = partial(_multiples, ALGORITHMS, (2, 3, 6, 16, 48, 100, 384, 1024))
+table_words_in_short = partial(_multiples, SHORT, (2, 6, 16, 48, 384))
 
 
 def table_words_by_codec() -> Rows:
