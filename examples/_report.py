@@ -15,7 +15,7 @@ from rich.table import Table
 
 Style = dict[str, Any]
 
-# The gap to dense that docs/learning.md begins with is after this many steps.
+# The gaps to dense in docs/learning.md are after this many steps.
 SHORT = 2000
 
 

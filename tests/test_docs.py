@@ -189,7 +189,9 @@ def test_the_planner_prints_what_is_said_of_it(page, capsys):
         assert "As a whole optimizer sparse_adamw" in printed
         assert "Use partitioned_topk(few)" in printed
     else:
-        assert printed.rstrip() == found[3].rstrip()
+        # Three points stand for rows of a table.
+        shown = re.escape(found[3].rstrip()).replace(re.escape("...\n"), r"(?:\S.*\n)+")
+        assert re.fullmatch(shown, printed.rstrip())
 
 
 # Expressions in tables: the recommendations, and the systems of the papers.

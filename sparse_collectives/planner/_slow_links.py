@@ -1,7 +1,7 @@
 """How often to exchange, and how much, over slow links: predictions of rounds of `sparse_adamw`.
 
 The computation comes from measured steps (`_optimizers`), the exchange from the cost model, and the
-loss from trainings of one small model (docs/between_sites.md). The time of a round can be predicted
+loss from trainings of one small model (docs/learning.md). The time of a round can be predicted
 for a link; the loss of a model cannot.
 """
 

@@ -13,17 +13,15 @@ with the least and the most, and the head says which. A range with a negative nu
 """
 
 import sys
-from functools import partial
 from importlib import import_module
 
 from benchmarks._common import options
 
-from ._data import LABELS, ROOT, printed, written
+from ._data import ROOT, written
 
-MADE = {name: partial(printed, name) for names in LABELS["printed"].values() for name in names}
-_MODULES = ("learning", "links", "minutes", "optimizers", "predicted", "printed", "programs")
-_MODULES += ("timed", "trainings", "words")
-MADE |= {
+_MODULES = ("learning", "links", "minutes", "optimizers", "predicted", "programs", "timed")
+_MODULES += ("trainings", "words")
+MADE = {
     name.removeprefix("table_"): function
     for module in _MODULES
     for name, function in vars(import_module(f"{__package__}._{module}")).items()

@@ -23,7 +23,6 @@ _BLOCK = re.compile(
     r"^(?P<indent> *)<!-- table: (?P<name>\w+) -->\n\n(?P<body>.*?)\n\n *<!-- end of table -->$",
     re.MULTILINE | re.DOTALL,
 )
-_NUMBER = r"(?<![-\d.,])(\d[\d.,]*)"
 
 Rows = list[list[str]]
 # A fragment has one table, or several with an empty line between them.
@@ -38,24 +37,6 @@ def read(name: Any) -> Any:
 def by(rows: Iterable[dict[str, Any]], *keys: str) -> dict[Any, Any]:
     """Rows by their values of some keys."""
     return {itemgetter(*keys)(row): row for row in rows}
-
-
-def printed(name: str) -> Rows:
-    """A table of a run of which only the printed numbers are kept, transcribed by hand.
-
-    Such runs are older than the benchmarks' option ``--json``, or come from programs that were not
-    kept. A file in docs/data/printed says where its tables are from.
-    """
-    (file,) = [file for file, names in LABELS["printed"].items() if name in names]
-    table = read(f"printed/{file}.json")["tables"][LABELS["printed"][file].index(name)]
-    return [[_noted(cell) for cell in row] for row in table["rows"]]
-
-
-def _noted(cell: str) -> str:
-    """A transcribed cell in the notation of these tables."""
-    cell = LABELS["reworded"].get(cell, cell)
-    cell = re.sub(f"(?<!from ){_NUMBER} to {_NUMBER}", r"\1-\2", cell)
-    return re.sub(r"^([\d.]+) \(\1-\1\)$", r"\1", cell)
 
 
 def cells(row: dict[str, Any], *texts: str) -> list[str]:

@@ -1,6 +1,5 @@
 """Loss after the same steps: `benchmarks.learning.steps`."""
 
-import functools
 import json
 import statistics
 from collections import Counter
@@ -13,11 +12,11 @@ WORKERS = {"sparse_adamw": (4, 8, 16, 32), "sparse_adamw limit=1000": (4, 8)}
 TEXT = {"task": "text", "steps": 2000, "width": 32, "rate": 0.02}
 # Second moments by row and column: a task, and a learning rate if all have the same one.
 MOMENTS = (
-    ("`text`, 2,000 steps", "text", None),
-    ("`text`, 2,000 steps, one learning rate", "text", 0.02),
-    ("`words`, 600 steps", "words", None),
-    ("`lstm`, 400 steps", "lstm", None),
-    ("images, 600 steps, accuracy in %", "images-adamw", None),
+    ("`text`, 2,000 steps: % above", "text", None),
+    ("the same at a learning rate of 0.02", "text", 0.02),
+    ("`words`, 600 steps: % above", "words", None),
+    ("`lstm`, 400 steps: % above", "lstm", None),
+    ("images, 600 steps: points of accuracy below", "images-adamw", None),
 )
 # After a learning rate that is the smallest or the largest of those that were tried.
 END = " (end)"
@@ -73,33 +72,23 @@ def best_runs(names: dict[str, str], file: str, **wanted: Any) -> list[Best]:
     return found
 
 
-def loss_in_rounds(file: str) -> Rows:
-    """Rounds of local steps at their best learning rates, next to an exchange at every step."""
-    found, rows = best_runs(LABELS["loss_in_rounds"], file), []
-    for one in found:
-        # With 8 workers; a dense run, which is the same for all, has the same unit.
-        words = one.words / (0.01 * one.size * (1 - 1 / 8))
-        above = f"{100 * (one.mean / found[0].mean - 1):.1f} %"
-        rows.append([one.shown, f"{words:.3g}", f"{one.rate:g}", f"{one.mean:.3f}", above])
-    return rows
-
-
 def table_loss_many_workers() -> Rows:
     """Ways to train with many workers at their best learning rates, above the dense run."""
     file, rows = "learning_many.jsonl", []
     (dense,) = best_runs({"dense": "dense"}, file)
-    rows.append(["", dense.shown, "", dense.rate_shown, listed(dense.losses, 3), ""])
     for workers in sorted({run["workers"] for run in runs(file)} - {1}):
         for one in best_runs(LABELS["loss_many_workers"], file, workers=workers):
-            if len(one.runs) < len(dense.runs):
-                continue
-            above = f"{statistics.mean(one.above(dense)):.1f} %"
-            row = [f"{one.words:,.0f}", one.rate_shown, listed(one.losses, 3), above]
-            rows.append([str(workers), one.shown, *row])
+            if len(one.runs) == len(dense.runs):
+                words = f"{one.words:,.0f}"
+                rows.append([str(workers), one.shown, _above(one, dense), one.rate_shown, words])
     return blank_repeats(rows)
 
 
-table_loss_in_rounds = functools.partial(loss_in_rounds, "learning_rounds.jsonl")
+def _above(one: Best, dense: Best) -> str:
+    """How far the mean is above the dense one, and in brackets the seed that is worst."""
+    above = [round(x, 1) + 0.0 for x in one.above(dense)]
+    mean = round(statistics.mean(one.above(dense)), 1) + 0.0
+    return f"{mean:+.1f} % ({max(above):+.1f})"
 
 
 def losses_by_bytes(width: int = 32) -> list[Best]:
@@ -107,21 +96,13 @@ def losses_by_bytes(width: int = 32) -> list[Best]:
     return best_runs(LABELS["loss_by_bytes"], "learning_bytes.jsonl", width=width)
 
 
-def loss_by_bytes(width: int) -> Rows:
-    """Loss after 4,000 steps, the most words first; of each seed above dense's of that seed."""
-    found, rows = losses_by_bytes(width), []
-    for one in sorted(found, key=lambda one: -one.words):
-        line = [one.shown, f"{one.words:,.0f}", "1", one.rate_shown, f"{one.mean:.3f}", "", ""]
-        if one.words < found[0].words:
-            above = one.above(found[0])
-            line[2] = f"1/{found[0].words / one.words:,.0f}"
-            line[5:] = f"{statistics.mean(above):+.1f} %", ", ".join(f"{x:+.1f}" for x in above)
-        rows.append(line)
-    return rows
-
-
-table_loss_by_bytes = functools.partial(loss_by_bytes, 32)
-table_loss_by_bytes_wide = functools.partial(loss_by_bytes, 128)
+def table_loss_by_bytes() -> Rows:
+    """Loss of the wider model after 4,000 steps, the most words first."""
+    dense, *others = losses_by_bytes(128)
+    shown = [x for x in others if x.name not in LABELS["loss_by_bytes_left_out"]["names"]]
+    shown.sort(key=lambda one: -one.words)
+    rows = [[x.shown, _above(x, dense), f"1/{dense.words / x.words:,.0f}"] for x in shown]
+    return [[dense.shown, f"0 (loss {dense.mean:.3f})", "1"], *rows]
 
 
 def runs(file: str = "learning_steps.jsonl", /, **wanted: Any) -> list[dict[str, Any]]:
@@ -140,65 +121,27 @@ def above_dense(contestant: str, workers: int) -> list[float]:
 
 
 def table_loss_after_steps() -> Rows:
-    """Loss after the same steps, compared with dense."""
-
-    def loss(found: list[dict[str, Any]]) -> str:
-        values = [run["value"] for run in found]
-        return f"{statistics.mean(values):.3f} ({statistics.stdev(values):.3f})"
-
-    rows = [["dense AdamW", "any", "", loss(runs(contestant="dense", **TEXT)), "", ""]]
+    """How far the loss after the same steps is above dense, and the words of a step."""
+    rows = []
     for contestant, shown in LABELS["loss_after_steps"].items():
         for workers in WORKERS.get(contestant, (8,)):
-            found = runs(contestant=contestant, workers=workers, **TEXT)
             above = above_dense(contestant, workers)
+            found = runs(contestant=contestant, workers=workers, **TEXT)[0]
             # Words of a step, as a multiple of k (P-1)/P for k = 1 % of n.
-            words = found[0]["words"] / (0.01 * found[0]["curve"]["size"] * (1 - 1 / workers))
+            words = found["words"] / (0.01 * found["curve"]["size"] * (1 - 1 / workers))
             # A mean of -0.04 is 0.0.
             mean = round(statistics.mean(above), 1) + 0.0
-            cells = [shown, str(workers), f"{words:.2f}", loss(found)]
-            rows.append([*cells, f"{mean:.1f} %", listed(above, 1)])
-    return blank_repeats(rows)
-
-
-def table_loss_by_windows() -> Rows:
-    """More windows for each worker, at the learning rates that are best for the first seed."""
-    every = runs("learning_windows.jsonl") + runs(batch=32, **TEXT)
-    sparse = {"sparse_adamw": "5 %", "sparse_adamw density=0.01": "1 %"}
-    cases = {
-        (x["contestant"], x["workers"], x["batch"] // x["workers"], x["steps"], x["width"])
-        for x in every
-        if x["contestant"] in sparse and x["workers"] > 4
-    }
-    rows = []
-    for contestant, workers, windows, steps, width in sorted(cases, key=lambda x: (x[0], x[1:])):
-        setting = {"batch": workers * windows, "steps": steps, "width": width}
-        ends = []
-        for name in ("dense", contestant):
-            count = 1 if name == "dense" else workers
-            found = [
-                run
-                for run in every
-                if {**setting, "contestant": name, "workers": count}.items() <= run.items()
-            ]
-            best = min((run for run in found if not run["seed"]), key=lambda run: run["value"])
-            ends.append({x["seed"]: x["value"] for x in found if x["rate"] == best["rate"]})
-        dense, ours = ends
-        assert dense.keys() == ours.keys(), (contestant, setting)
-        above = [100 * (ours[seed] / dense[seed] - 1) for seed in sorted(ours)]
-        mean = round(statistics.mean(above), 1) + 0.0
-        losses = [listed([x[seed] for seed in sorted(x)], 3) for x in (dense, ours)]
-        cells = [sparse[contestant], str(width), str(workers), str(windows), f"{steps:,}"]
-        rows.append([*cells, *losses, f"{mean:.1f} %", listed(above, 1)])
+            rows.append([shown, str(workers), f"{mean:.1f} %", listed(above, 1), f"{words:.2f}"])
     return blank_repeats(rows)
 
 
 def table_moments() -> Rows:
-    """Kept second moments: at the best learning rate of each, and at one learning rate."""
+    """Kept second moments at the best learning rate of each, compared with dense AdamW."""
     rows = []
     for shown, task, rate in MOMENTS:
         dense: list[float] = []
-        large = task.startswith("images")
-        for contestant, name in LABELS["moments"].items():
+        large, line = task.startswith("images"), [shown]
+        for contestant in LABELS["moments"]:
             found = runs("learning_moments.jsonl", task=task, contestant=contestant)
             seeds = Counter(run["rate"] for run in found)
             whole = {at for at, count in seeds.items() if count == max(seeds.values())}
@@ -206,16 +149,13 @@ def table_moments() -> Rows:
             best = max if large else min
             at = rate or best(of_first, key=lambda run: run["value"])["rate"]
             ends = [run["value"] for run in found if run["rate"] == at]
-            values = [100 * end for end in ends] if large else ends
-            cells = [shown, name, f"{at:g}", listed(values, 2 if large else 3)]
             if dense:
                 # An accuracy is so many points below.
                 pairs = zip(ends, dense, strict=True)
                 above = [100 * (b - a if large else a / b - 1) for a, b in pairs]
                 # As above, -0.04 is 0.0.
-                mean, *each = (round(x, 1) + 0.0 for x in (statistics.mean(above), *above))
-                unit = "points below" if large else "%"
-                cells += [f"{mean:.1f} {unit}", listed(each, 1)]
-            rows.append(cells if dense else [*cells, "", ""])
+                mean, worst = (round(x, 1) + 0.0 for x in (statistics.mean(above), max(above)))
+                line.append(f"{mean:.1f} ({worst:.1f})")
             dense = dense or ends
-    return blank_repeats(rows)
+        rows.append(line)
+    return rows

@@ -1,7 +1,6 @@
 """Steps over real links with a limited bandwidth: `benchmarks.network.run`."""
 
 import statistics
-from functools import partial
 from typing import Any
 
 from benchmarks._common.timing import over
@@ -9,7 +8,7 @@ from benchmarks.network._report import breakdown
 
 from ._data import DATA, LABELS, Rows, blank_repeats, by, interval, median, middle, number, read
 
-PARTS = ("rest", "sparsification", "communication", "of_it_unlimited")
+PARTS = ("sparsification", "communication", "of_it_unlimited")
 POINTS = ((4, 14_700_000, "100mbit"), (4, 14_700_000, "1gbit"), (8, 1_000_000, "1gbit"))
 
 
@@ -24,37 +23,17 @@ def _kept(*setting: Any) -> list[dict[str, Any]]:
     return [p for p in points if (p["workers"], p["params"], p["link"]) == setting]
 
 
-def _of_run(file: str, link: str) -> Rows:
-    """One run and one link: step, speed-up, processor time and bytes of each method."""
-    return [
-        [
-            f"`{point['method']}`",
-            middle([1e3 * x for x in point["seconds"]], 0),
-            middle(_gains(point)),
-            median(point["cpu_seconds"], scale=1e3),
-            number(statistics.mean(point["received"]) / 1e6),
-        ]
-        for point in read(file)["points"]
-        if point["link"] == link
-    ]
-
-
-table_network_4_100mbit = partial(_of_run, "network_4_third.json", "100mbit")
-table_network_4_1gbit = partial(_of_run, "network_4_third.json", "1gbit")
-table_network_8 = partial(_of_run, "network_8.json", "1gbit")
-
-
 def table_direct_messages() -> Rows:
-    """Sums and gathers over links: medians of a ring and of direct messages, and the ratio."""
+    """How many times as fast as a ring sums and gathers by direct messages are, by their size."""
     found = by(read("direct_messages.json")["rows"], "link", "collective", "size")
+    sizes = sorted({size for _, _, size in found})
     rows = []
     for link, said in LABELS["direct_messages"].items():
-        for name, size in (key[1:] for key in found if key[0] == link):
-            row = found[link, name, size]
-            both = (median(row[way], None, 1e3) for way in ("ring", "direct"))
-            ratio = middle(over(row["ring"], row["direct"]), 2)
-            rows.append([said, f"`{name}`", f"{size:,}", *both, ratio])
-    return blank_repeats(rows, 2)
+        for name in dict.fromkeys(key[1] for key in found if key[0] == link):
+            each = (found[link, name, size] for size in sizes)
+            ratios = [middle(over(row["ring"], row["direct"]), 2) for row in each]
+            rows.append([said, f"`{name}`", *ratios])
+    return blank_repeats(rows)
 
 
 def speedups(workers: int, params: int, link: str) -> dict[str, list[float]]:
@@ -65,21 +44,26 @@ def speedups(workers: int, params: int, link: str) -> dict[str, list[float]]:
     return found
 
 
-def table_speedups() -> Rows:
-    """The least and the most of the medians of all runs."""
+def table_network() -> Rows:
+    """The step of the newest run with four workers, and the least and the most of all medians.
+
+    Processor time and bytes are of the faster link and of the slower one.
+    """
     columns = [speedups(*point) for point in POINTS]
-    return [
-        [shown, *(interval(column[name], 1) if name in column else "" for column in columns)]
-        for name, shown in LABELS["speedups"].items()
-    ]
-
-
-def table_network_4_runs() -> Rows:
-    """How many times as fast as dense in each run of four workers at 1 Gbit/s."""
-    found = speedups(*POINTS[1])
-    most = max(map(len, found.values()))
-    whole = {name: values for name, values in found.items() if len(values) == most}
-    return [[f"`{name}`", *(interval([x]) for x in values)] for name, values in whole.items()]
+    slow, fast = (
+        {x["method"]: x for x in read("network_4_third.json")["points"] if x["link"] == link}
+        for link in ("100mbit", "1gbit")
+    )
+    rows = []
+    for name, shown in LABELS["network"].items():
+        gains = [interval(column[name], 1) if name in column else "" for column in columns]
+        row = [shown]
+        for gain, of in zip(gains, (slow, fast), strict=False):
+            row += [gain, median(of[name]["seconds"], scale=1e3) if name in of else ""]
+        processor = median(fast[name]["cpu_seconds"], scale=1e3) if name in fast else ""
+        megabytes = number(statistics.mean(slow[name]["received"]) / 1e6)
+        rows.append([*row, gains[2], processor, megabytes])
+    return rows
 
 
 def table_network_parts() -> Rows:
@@ -89,8 +73,8 @@ def table_network_parts() -> Rows:
     for method in dict.fromkeys(method for method, _ in at):
         point, seconds = at[method, "1gbit"], breakdown(at[method, "1gbit"], found)
         assert seconds is not None
-        line = [f"`{method}`", median(point["seconds"], scale=1e3), middle(_gains(point))]
+        line = [f"`{method}`", median(point["seconds"], scale=1e3)]
         line += [f"{1e3 * seconds[part]:.0f}" for part in PARTS]
-        line += [median(_gains(at[method, "none"]), None), median(point["cpu_seconds"], scale=1e3)]
+        line.append(median(_gains(at[method, "none"]), None))
         rows.append(line)
     return rows

@@ -1,6 +1,5 @@
 """Loss after the same seconds over links: `benchmarks.learning.time`."""
 
-import functools
 import statistics
 from collections.abc import Iterable
 
@@ -28,49 +27,37 @@ def loss_after_minutes(link: str, file: str = "learning_time.jsonl", workers: in
     return rows
 
 
-table_loss_after_minutes = functools.partial(loss_after_minutes, "100mbit")
-table_loss_after_minutes_1gbit = functools.partial(loss_after_minutes, "1gbit")
-table_loss_after_minutes_late = functools.partial(
-    loss_after_minutes, "100mbit+50ms", "learning_late.jsonl"
-)
-
-
-def table_muon_after_minutes() -> Rows:
-    """Muon by what exchanges its gradients, one column of losses and steps for each link."""
-    columns = [
-        {
-            x.shown: x
-            for x in best_runs(LABELS["muon_after_minutes"], "learning_time.jsonl", link=link)
-        }
-        for link in LINKS
-    ]
+def table_loss_after_minutes() -> Rows:
+    """Two minutes over both links: every seed, and the steps that were taken."""
+    links = [{row[0]: row for row in loss_after_minutes(link)} for link in LINKS]
     rows = []
-    for shown in LABELS["muon_after_minutes"].values():
+    for shown in dict.fromkeys(name for link in links for name in link):
         cells = [shown]
-        for of in columns:
-            one = of[shown]
-            steps = statistics.mean(run["steps"] for run in one.runs)
-            cells += [one.rate_shown, listed(one.losses, 3), f"{steps:,.0f}"]
-        megabytes = statistics.mean(run["received"] for run in one.runs) / 1e6
-        rows.append([*cells, f"{megabytes:.2f}"])
+        for _, _, mean, above, each, steps, _ in (link.get(shown, [""] * 7) for link in links):
+            apart = f", +{above}" if above else ""
+            cells += [f"{mean}{apart} ({each})" if mean else "", steps]
+        rows.append([*cells, next(link[shown][-1] for link in links if shown in link)])
     return rows
 
 
-def table_loss_after_minutes_later() -> Rows:
-    """Over a slower link, and with more workers: a column for each, with the mean and the seeds."""
-    cases = ("20mbit+150ms", 4), ("100mbit+50ms", 8), ("20mbit+150ms", 8)
+def table_loss_over_latency() -> Rows:
+    """Over links with latency: a column for each, with the mean and the worst seed."""
+    cases = ("100mbit+50ms", 4), ("20mbit+150ms", 4), ("100mbit+50ms", 8)
     columns = [
         {x.shown: x for x in losses_by_time(link, "learning_late.jsonl", workers)}
         for link, workers in cases
     ]
-    shown = [x for x in LABELS["loss_after_minutes"].values() if any(x in of for of in columns)]
+    # Over these links float16 is level with dense.
+    names = [x for x in LABELS["loss_after_minutes"].values() if "float16" not in x]
+    shown = [x for x in names if any(x in of for of in columns)]
     return [[x, *(_compared(of.get(x), of.values()) for of in columns)] for x in shown]
 
 
 def _compared(one: Best | None, others: Iterable[Best]) -> str:
-    """The mean of a contestant, how far it is above the lowest one, and each seed."""
+    """The mean of a contestant, how far it is above the lowest one, and the worst seed."""
     if one is None:
         return ""
     lowest = min(x.mean for x in others)
     above = f", +{100 * (one.mean / lowest - 1):.1f} %" if one.mean > lowest else ""
-    return f"{one.mean:.3f}{above} ({listed(one.losses, 3)})"
+    worst = f" ({max(one.losses):.3f})" if len(one.losses) > 1 else ", one seed"
+    return f"{one.mean:.3f}{above}{worst}"

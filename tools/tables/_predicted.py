@@ -1,4 +1,4 @@
-"""What the cost model predicts: weak scaling, and steps of workers that share cores."""
+"""What the cost model predicts: steps of workers that share cores, and rounds over a link."""
 
 from benchmarks.gpu import _predicted
 from sparse_collectives import cost_model
@@ -7,28 +7,8 @@ from sparse_collectives.planner._optimizers import CODES, plan_optimizers
 from sparse_collectives.planner._slow_links import plan_rounds
 from sparse_collectives.planner._ways import CPU, GPU
 
-from ._data import LABELS, Rows, blank_repeats, by, interval, number, read
+from ._data import LABELS, Rows, blank_repeats, interval, number
 from ._links import speedups
-
-SHOWN = (
-    ("Aries-like", (16, 1024)),
-    ("25 Gbit Ethernet", (16, 1024)),
-    ("100 Mbit internet", (16, 128, 1024)),
-)
-METHODS = ("topk_a", "gtopk", "topk_dsa", "ok_topk")
-
-
-def table_scaling() -> Rows:
-    """The time of the dense exchange over the time of the method."""
-    found, rows = by(read("scaling.json")["rows"], "network", "workers", "algorithm"), []
-    for setting in ((network, workers) for network, counts in SHOWN for workers in counts):
-        dense = found[*setting, "dense"]["step"]
-        ratios = [dense / found[*setting, method]["step"] for method in METHODS]
-        network, workers = setting
-        shown = (f"{x:.{1 if x >= 1 else 2}f}" for x in ratios)
-        rows.append([network, f"{workers:,}", *shown])
-    return blank_repeats(rows)
-
 
 # The case of docs/data/network_4*.json.
 _WORKERS, _PARAMS, _SHARING, _LATENCY = 4, 14_700_000, 2.0, "100us"
@@ -71,9 +51,9 @@ def table_shared_cores() -> Rows:
 def table_rounds_by_link() -> Rows:
     """What `plan_rounds` recommends to four sites with a GPT of 124M parameters on GPUs."""
     rows = []
-    for latency in ("1ms", "20ms", "50ms", "150ms"):
+    for latency in ("20ms", "50ms", "150ms"):
         cells = []
-        for bandwidth in ("10Gbit", "1Gbit", "100Mbit", "20Mbit"):
+        for bandwidth in ("1Gbit", "100Mbit", "20Mbit"):
             net = cost_model.network(latency, bandwidth)
             plan = plan_rounds(124_000_000, 4, net, compute=0.5, local=GPU)
             chosen = plan.recommended

@@ -77,8 +77,7 @@ def table_gpu_programs() -> Rows:
     found, rows = by(_compiled("programs.json"), "program"), []
     for row in (found[name] for name in LABELS["gpu_programs"]["shown"]):
         line = [f"`{row['program']}`", interval(row["launches"], 0)]
-        for both in (row["touched_bytes"], row["moved_bytes"]):
-            line.append(interval([x / 1e9 for x in both], 2))
+        line.append(interval([x / 1e9 for x in row["moved_bytes"]], 2))
         line += [f"{row['temporary_bytes'] / 1e6:,.0f}", str(row["waits"])]
         rows.append(
             [*line, "{} of {}".format(*row["collectives"]) if row["collectives"][1] else ""]
@@ -103,7 +102,9 @@ def table_gpu_timings() -> Rows:
     moved = {row["program"]: row["moved_bytes"][0] for row in _compiled("programs.json")}
     rows = []
     # One worker reduces nothing, so its dense step is left out.
-    found = [row for row in read("gpu_timings.json")["rows"] if row["contestant"] != "dense"]
+    left_out = {"dense", "random_k", "adtopk_interleaved", "bucketed", "partitioned_topk_few"}
+    rows_of = read("gpu_timings.json")["rows"]
+    found = [row for row in rows_of if row["contestant"] not in left_out]
     for row in sorted(found, key=lambda row: row["part"]):
         part, name = row["part"], row["contestant"]
         key = f"select.{name}" if part == "selection" else name
@@ -141,16 +142,5 @@ def table_gpu_kernels() -> Rows:
     for row in read("gpu_kernels.json")["programs"]:
         low, high = row["ms_range"]
         line = [f"`{row['program']}`", around(low, row["ms"], high, 2), f"{row['kernels_ms']:.2f}"]
-        rows.append([*line, f"{row['launched']:,.0f}", f"{row['counted_moved_gb']:.2f}"])
+        rows.append([*line, f"{row['launched']:,.0f}"])
     return rows
-
-
-def table_gpu_functions() -> Rows:
-    """The functions whose kernels make a training step longer with an exchange."""
-    alone, sparse = (
-        {x["function"]: x["us"] for x in row["functions"]}
-        for row in read("gpu_kernels.json")["programs"][-2:]
-    )
-    more = {name: us - alone.get(name, 0.0) for name, us in sparse.items()}
-    order = sorted(more, key=lambda name: -more[name])
-    return [[f"`{name}`", f"{more[name]:.0f}"] for name in order if name != "-"][:9]

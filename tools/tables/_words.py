@@ -7,8 +7,6 @@ from typing import Any
 from ._data import LABELS, Rows, by, read
 
 ALGORITHMS = ("dense", *LABELS["words"], "dsar_split_allgather", "spardl", "ok_topk")
-SHORT = ("dense", "topk_a", "ok_topk", "partitioned_topk", "partitioned_topk, few bits")
-SHORT += ("partitioned_topk, few bits both ways",)
 
 
 def _multiples(names: Iterable[str], workers: Sequence[int]) -> Rows:
@@ -28,7 +26,6 @@ def _multiples(names: Iterable[str], workers: Sequence[int]) -> Rows:
 
 
 table_words = partial(_multiples, ALGORITHMS, (2, 6, 16, 48, 384))
-table_words_in_short = partial(_multiples, SHORT, (2, 6, 16, 48, 384))
 
 
 def table_where_the_bound_holds() -> Rows:
