@@ -38,33 +38,34 @@ class RowTopkState(NamedTuple):
 def row_topk(density: float, *, row_axis: int = -1, codec: Codec | None = None) -> SparseAllreduce:
     r"""A global selection for each row: of the sums of each row of each layer, the largest ones.
 
-    A layer has M rows of N entries, as in :func:`adtopk <select.published.adtopk>`. Each row
-    has an owner. The workers send the entries of their selections to the owners of the rows
-    (one all_to_all); the owner adds them up and keeps of each row
+    A layer has M rows of N entries, as in :func:`adtopk
+    <sparse_collectives.select.published.adtopk>`. Each row has an owner. The workers send the
+    entries of their selections to the owners of the rows (one all_to_all); an owner adds them up
+    and keeps of each row
 
     .. math:: Topk(row), \quad \max(1, round(density \cdot N)) \text{ entries},
 
-    and all workers gather the results. So every row is in the total of which any worker has
-    selected an entry, unless its sums are all 0. Behind ADTopk's selection, :func:`ok_topk` keeps
-    the largest sums of all rows together, and leaves most rows out; with :func:`topk_a` none is
-    left out, in words that grow with P.
+    and all workers gather the results. So the total has an entry of every row in which any worker
+    has selected one, unless all sums of the row are 0. After ADTopk's selection :func:`ok_topk`
+    delivers the largest sums of all rows together, and leaves most rows out; :func:`topk_a` leaves
+    none out, in words that grow with P.
 
-    Rows are dealt out in turn, those with the largest shares first. The slots of two owners
-    differ by one row at most, and by no more than 1/8 of an owner's part: a row with a larger
-    share, such as a large vector, or any if there are few rows, is divided among as many owners
-    as its share has entries, up to P. An owner then keeps its part of the share from the entries
-    of the row that a hash of the step gives it, so that together they keep nearly the largest.
+    Rows are dealt out in turn, those with the largest shares first, so that the slots of two owners
+    differ by about one row. A row whose share is more than 1/8 of an owner's part of all slots (a
+    long vector, or any row if there are few) is divided among as many owners as its share has
+    entries, P at most. An owner then keeps its part of the share, from the entries of the row that
+    a hash of the step gives it, and together they keep nearly the largest.
 
-    Entries that find no slot, and those that are not among the largest sums of their row, stay with
-    the workers that selected them. Of ADTopk's selection with the same density and ``row_axis`` all
-    entries of undivided rows have a slot; of another selection, those that wait change from step to
-    step.
+    Entries that find no slot, and entries that are not among the largest sums of their row, stay
+    with the workers that selected them. If ADTopk has selected with the same density and
+    ``row_axis``, every entry of an undivided row has a slot. In other selections more entries than
+    slots may be for one owner; those that wait change from step to step.
 
     Cost in the alpha-beta model, for shares that add up to K (k, or more if rows are shorter than
-    1 / density): about ``4 K (P-1)/P`` words received with exact pairs, whatever the number of
-    workers and the data: blocks of K/P slots and a few to each owner, ``2 K (P-1)/P`` words, and
-    as many in the allgather. The share of one row comes on top, up to 1/8 of these words, and in
-    the blocks three standard deviations of the divided rows, ``6 sqrt(K/P) (P-1)`` words if all are.
+    1 / density): ``4 K (P-1)/P`` words received with exact pairs, whatever the data: blocks of K/P
+    slots to each owner, ``2 K (P-1)/P`` words, and as many in the allgather. Both grow by the share
+    of one row if P does not divide the rows, by 1/8 at most unless it is one entry, and the blocks
+    by three standard deviations of the divided rows, ``6 sqrt(K/P) (P-1)`` words if all are.
     P - 1 + log2(P) latencies. Compute: a sort of K entries on each owner, about 10 passes over the
     entries, and a few over n / 32 words.
 
@@ -75,11 +76,11 @@ def row_topk(density: float, *, row_axis: int = -1, codec: Codec | None = None) 
         errors of a lossy codec.
 
     Returns:
-      A :class:`SparseAllreduce` with a :class:`RowTopkState`, whose ``init`` needs a
-      :class:`sparse_collectives.Layout` to know the rows (:func:`optax_ext.sparse_allreduce` passes
-      the layout of the parameters); a number of entries means one row. A shard of
-      :func:`hierarchical` cuts through rows and is one row. Its total is a PaddedCOO of P times the
-      slots of an owner; indices in no order. ``info.threshold`` is the smallest magnitude in it.
+      A :class:`SparseAllreduce` with a :class:`RowTopkState`. Its ``init`` takes the rows from a
+      :class:`sparse_collectives.Layout` (:func:`optax_ext.sparse_allreduce` passes the layout of
+      the parameters); a number of entries means one row. A shard of :func:`hierarchical`, which
+      cuts through rows, is one row. Its total is a PaddedCOO of P times the slots of an owner;
+      indices in no order. ``info.threshold`` is the smallest magnitude in it.
       ``info.overflow`` counts entries that found no slot, and entries that the codec left out.
 
     Raises:
@@ -88,8 +89,9 @@ def row_topk(density: float, *, row_axis: int = -1, codec: Codec | None = None) 
         or an axis that is not bound.
 
     References:
-      Ming et al., ADTopk, HPDC 2024, sections 4.4 and 6.2, which leave an allreduce for ADTopk's
-      selection to the future. Owners that add up and select: :func:`ok_topk`.
+      Ming et al., ADTopk, HPDC 2024, sections 4.4 and 6.2, which leave a scalable exchange of
+      ADTopk's selection to the future. Owners that add up and select: Li and Hoefler, `Near-Optimal
+      Sparse Allreduce <https://doi.org/10.1145/3503221.3508399>`_, PPoPP 2022.
 
     Example:
       >>> import jax.numpy as jnp, sparse_collectives as sc
@@ -230,7 +232,7 @@ class Plan(NamedTuple):
         number = of_layer(self.first) + row * of_layer(self._numbers_of_row)
         if max(self.pieces) == 1:
             return number, jnp.broadcast_to(share, number.shape)
-        # Of each run of consecutive entries of a row, a piece has one.
+        # Each run of consecutive entries of a row has one for each piece.
         turn = _hash.random_bits(_hash.turn(count, 1), number + column // pieces)
         turn = (turn % jnp.asarray(pieces, jnp.uint32)).astype(jnp.int32)
         piece = (column % pieces + turn) % pieces
@@ -242,9 +244,7 @@ class Plan(NamedTuple):
         return tuple(s if p > 1 else 1 for s, p in zip(self.share, self.pieces, strict=True))
 
 
-def make_plan(
-    layout: Layout, density: float, row_axis: int, workers: int, selected: int
-) -> Plan:
+def make_plan(layout: Layout, density: float, row_axis: int, workers: int, selected: int) -> Plan:
     """Deals out the rows of a layout, for selections of ``selected`` slots."""
     layers = []
     for shape, offset in zip(layout.shapes, layout.offsets, strict=True):
@@ -277,7 +277,7 @@ def make_plan(
 
 
 def _largest_of_pieces(sums: PaddedCOO, plan: Plan, count: jax.Array) -> PaddedCOO:
-    """The largest sums of each piece, in their order; of equal ones the first. Zeros never are."""
+    """The largest sums of each piece, in their order; the first of equal ones, and no zeros."""
     bits = jnp.where(sums.indices < sums.size, _bits.magnitude_bits(sums.values), 0)
     number, share = plan.piece(sums.indices, count)
     # A number beyond all others, for padding.

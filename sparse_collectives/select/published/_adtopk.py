@@ -5,7 +5,6 @@ of them out, and the features that they represent are not trained. Here each row
 and at least one entry. In ADTopk-i rows and whole layers take turns.
 """
 
-import math
 from typing import NamedTuple
 
 import jax
