@@ -58,7 +58,7 @@ def _program(name: str, steps: int) -> tuple[Callable[[Any], Any], Callable[...,
     def step(carry: Any, batches: Any) -> tuple[Any, tuple[jax.Array, jax.Array]]:
         after, (_, (words, *_)) = one(carry, batches)
         moved = _rows_of(jax.tree.map(lambda x, y: x != y, carry[0], after[0]))
-        # A row whose gradients are all 0 has nothing to deliver; entries that wait are in residuals.
+        # A row whose gradients are all 0 delivers nothing; entries that wait are in residuals.
         kept = optax_ext.get_state(after[1]).residual
         kept = jnp.any(kept != 0, axis=range(kept.ndim - 1)).astype(jnp.float32)
         waiting = _rows_of(ravel_pytree(carry[0])[1](kept))

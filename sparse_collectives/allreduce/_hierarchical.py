@@ -58,8 +58,8 @@ def hierarchical(*, inner_axis: AxisName, outer: SparseAllreduce) -> SparseAllre
 
     Raises:
       TypeError: ``outer`` is not a :class:`SparseAllreduce`.
-      ValueError: ``outer`` is hierarchical itself; when traced, an axis that is not
-        bound; ``axis`` without ``inner_axis``, or without any other name.
+      ValueError: ``outer`` is hierarchical itself, or selects by row; when traced, an axis that is
+        not bound; ``axis`` without ``inner_axis``, or without any other name.
 
     References:
       Shi et al., `Towards Scalable Distributed Training of Deep Learning on Public
@@ -89,6 +89,13 @@ def hierarchical(*, inner_axis: AxisName, outer: SparseAllreduce) -> SparseAllre
         raise ValueError(
             f"outer deals out vectors over {outer.shard_axis!r} already: hierarchical is for two "
             "levels. Give both inner axes as one inner_axis, a tuple."
+        )
+
+    if outer.spec is not None and outer.spec.number("row_axis") is not None:
+        raise ValueError(
+            "outer selects from the rows of layers, and a shard of a node cuts through rows, got "
+            f"{outer.spec}. Use it over all workers without hierarchical, or give an outer without "
+            "rows, such as ok_topk."
         )
 
     def init(layout: int | Layout, axis_size: int) -> State:

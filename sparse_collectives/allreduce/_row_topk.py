@@ -78,10 +78,10 @@ def row_topk(density: float, *, row_axis: int = -1, codec: Codec | None = None) 
     Returns:
       A :class:`SparseAllreduce` with a :class:`RowTopkState`. Its ``init`` takes the rows from a
       :class:`sparse_collectives.Layout` (:func:`optax_ext.sparse_allreduce` passes the layout of
-      the parameters); a number of entries means one row. A shard of :func:`hierarchical`, which
-      cuts through rows, is one row. Its total is a PaddedCOO of P times the slots of an owner;
-      indices in no order. ``info.threshold`` is the smallest magnitude in it.
-      ``info.overflow`` counts entries that found no slot, and entries that the codec left out.
+      the parameters, and with sharded parameters the layout of a device's part); a number of
+      entries means one row. Its total is a PaddedCOO of P times the slots of an owner; indices in
+      no order. ``info.threshold`` is the smallest magnitude in it. ``info.overflow`` counts entries
+      that found no slot, and entries that the codec left out.
 
     Raises:
       ValueError: a density outside (0, 1]; at ``init``, a layer of two or more dimensions without

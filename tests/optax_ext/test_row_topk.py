@@ -9,7 +9,7 @@ import pytest
 
 import optax_ext
 import sparse_collectives as sc
-from tests.optax_ext.helpers import in_loop, normal, run, slow_but
+from tests.optax_ext.helpers import in_loop, normal, refused, run, slow_but
 
 DENSITY, WORKERS, STEPS = 0.05, 5, 12
 # Rows of several widths, shorter and longer than 1 / density; a vector and a scalar are one row.
@@ -49,6 +49,18 @@ def test_rows_of_every_leaf_are_in_every_update(name):
     found = {leaf: missing(updates[leaf][:, 0]) for leaf in SHAPES}
     # A global selection from all rows together leaves out many.
     assert (sum(found.values()) > 100) if name == "ok_topk" else not any(found.values()), found
+
+
+def test_rows_of_the_selector_along_another_axis_are_refused():
+    selector = sc.select.published.adtopk(density=DENSITY, row_axis=0)
+    refused(
+        r"selector has row_axis=0 and the allreduce row_axis=-1.*both row_axis=0, or",
+        optax_ext.sparse_allreduce,
+        selector,
+        sc.allreduce.row_topk(density=DENSITY),
+        axis="w",
+    )
+    optax_ext.sparse_allreduce(selector, sc.allreduce.topk_a(), axis="w")
 
 
 @pytest.mark.slow

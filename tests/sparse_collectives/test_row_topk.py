@@ -276,16 +276,6 @@ def test_starvation_where_a_selection_crowds_the_rows_of_one_owner():
     )
 
 
-def test_a_shard_of_a_node_is_one_row():
-    nodes = sc.allreduce.hierarchical(inner_axis="device", outer=sc.allreduce.row_topk(0.1))
-    make = sc.simulate(
-        lambda x: x + len(nodes.init(sc.Layout(((8, 5),)), 4).layout.shapes[0]),
-        axis=("node", "device"),
-        axis_size=(2, 2),
-    )
-    assert (np.asarray(make(jnp.zeros((2, 2)))) == 1).all()
-
-
 def test_allreduces_take_a_layout_or_a_number_of_entries():
     whole = sc.Layout(((8, 5), (8,)))
     for allreduce in (sc.allreduce.topk_a(), sc.allreduce.ok_topk(density=0.1)):
@@ -301,6 +291,8 @@ def test_errors_say_which_axis_or_length_is_wrong():
     for row_axis, shapes in ((-3, ((3, 2, 4), (2, 3))), (5, ((4,), (6, 1, 2)))):
         with pytest.raises(ValueError, match=f"row_axis={row_axis} is not an axis of a layer"):
             sc.allreduce.row_topk(0.1, row_axis=row_axis).init(sc.Layout(shapes), 2)
+    with pytest.raises(ValueError, match=r"a shard of a node cuts through rows, got row_topk\("):
+        sc.allreduce.hierarchical(inner_axis="device", outer=sc.allreduce.row_topk(0.1))
     _, allreduce = parts(DENSITY)
     state = allreduce.init(sc.Layout(((4, 5),)), 2)
     coo = sc.PaddedCOO(jnp.ones(2), jnp.arange(2, dtype=jnp.int32), 21)
