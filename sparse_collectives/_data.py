@@ -192,6 +192,25 @@ class Layout:
         return tuple(sum(sizes[:layer]) for layer in range(len(sizes)))
 
 
+def rows_of_layer(shape: tuple[int, ...], row_axis: int) -> tuple[int, int, int]:
+    """A layer as an array ``[before, rows, behind]``, whose middle axis numbers the rows.
+
+    A layer with one dimension, or none, is one row.
+
+    Raises:
+      ValueError: a layer of two or more dimensions has no such axis.
+    """
+    if len(shape) < 2:
+        return 1, 1, math.prod(shape)
+    if not -len(shape) <= row_axis < len(shape):
+        raise ValueError(
+            f"row_axis={row_axis} is not an axis of a layer of shape {shape}. Use -1 for "
+            "the last axis of every layer, or 0 for the first."
+        )
+    at = row_axis % len(shape)
+    return math.prod(shape[:at]), shape[at], math.prod(shape[at + 1 :])
+
+
 def as_layout(size: int | Layout) -> Layout:
     """A layout; a number of entries becomes one layer of one dimension."""
     if isinstance(size, Layout):

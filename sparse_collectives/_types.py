@@ -119,8 +119,10 @@ class SparseAllreduce(NamedTuple):
     """Sums the selections of all workers of a mesh axis or of an MPI communicator.
 
     Attributes:
-      init: ``init(size, axis_size) -> state``. The state holds the same values on
-        every worker; with a ``shard_axis``, on every worker of the same shard.
+      init: ``init(layout, axis_size) -> state``, for a flat buffer with the layers of a
+        :class:`sparse_collectives.Layout`, of which most allreduces use only the size; a number of
+        entries means one layer. The state holds the same values on every worker; with a
+        ``shard_axis``, on every worker of the same shard.
       reduce: ``reduce(coo, state, *, axis) -> (total, undelivered, state, info)``.
         ``total`` is a PaddedCOO, or ``f[size]`` if the result is dense, with the same bits on
         every worker. A total that is not dense is finite at indices at which all selections are.

@@ -88,7 +88,7 @@ class TestSelector:
 
 
 class TestAllreduce:
-    """``init(size, P) -> state`` and ``reduce(coo, state, axis=)``."""
+    """``init(layout, P) -> state`` and ``reduce(coo, state, axis=)``."""
 
     selector = sc.select.topk(density=DENSITY)
 

@@ -44,8 +44,8 @@ def my_allreduce(*, density: float) -> sc.SparseAllreduce:
     density = extend.check_density(density)
     codec = wire.raw()  # It is exact. A lossy one reports errors, which a worker has to keep.
 
-    def init(size: int, axis_size: int) -> MyAllreduceState:
-        del size, axis_size
+    def init(layout: int | sc.Layout, axis_size: int) -> MyAllreduceState:
+        del layout, axis_size
         return MyAllreduceState(count=jnp.zeros((), jnp.int32))
 
     def reduce(coo: sc.PaddedCOO, state: MyAllreduceState, *, axis: sc.AxisName):

@@ -307,6 +307,18 @@ def check_densities(selector: Selector, allreduce: SparseAllreduce) -> None:
         )
 
 
+def check_row_axes(selector: Selector, allreduce: SparseAllreduce) -> None:
+    """Selector and allreduce have the same rows, if both declare an axis of rows."""
+    specs = selector.spec, allreduce.spec
+    selected, delivered = (None if spec is None else spec.number("row_axis") for spec in specs)
+    if None not in (selected, delivered) and selected != delivered:
+        raise ValueError(
+            f"the selector has row_axis={selected:g} and the allreduce row_axis={delivered:g}: "
+            "entries of a row of the one are in many rows of the other, and find no slot. Give "
+            f"both row_axis={selected:g}, or both row_axis={delivered:g}."
+        )
+
+
 def check_shard_axis(axis: AxisName, shard_axis: AxisName) -> None:
     """``axis`` has the axes of the nodes and, as ``shard_axis``, of the workers in a node."""
     # In the form in which it was given: a single name is not a tuple.

@@ -71,12 +71,11 @@ class SparseExchange:
         size = self.part_size(layout.size)
         if not size:
             return (), ()
-        shared = self.allreduce.init(layout.size, workers)
+        layers = Layout(layout.sparse_shapes)
+        shared = self.allreduce.init(layers, workers)
         shown = self._shown_size(size, shared)
         # A part cuts through layers, so the selector sees it as one layer.
-        selector = self.selector.init(
-            Layout(layout.sparse_shapes) if shown == layout.size else shown
-        )
+        selector = self.selector.init(layers if shown == layout.size else shown)
         if self.allreduce.shard_axis:
             shared = _compat.to_varying(shared, self.allreduce.shard_axis)
         return selector, shared

@@ -132,11 +132,12 @@ def sparse_allreduce(
       buffer during the step. An empty pytree is valid, and nothing is exchanged for it.
 
     Raises:
-      ValueError: the selector has a larger density than the allreduce; a step-ahead, a limit or
-        ``every`` without ``local``, for residuals of gradients; ``every`` with dense leaves; an
-        axis that is not bound; gradients already summed over the axis; an update whose tree,
-        shapes or dtypes differ from the parameters at ``init``; a state of another number of
-        workers; 2**31 entries or more; a leaf without a label in ``dense_leaves``.
+      ValueError: the selector has a larger density than the allreduce, or its rows are along
+        another axis; a step-ahead, a limit or ``every`` without ``local``, for residuals of
+        gradients; ``every`` with dense leaves; an axis that is not bound; gradients already summed
+        over the axis; an update whose tree, shapes or dtypes differ from the parameters at
+        ``init``; a state of another number of workers; 2**31 entries or more; a leaf without a
+        label in ``dense_leaves``.
       TypeError: leaves that are not float32, bfloat16 or float16.
 
     Example:
@@ -153,6 +154,7 @@ def sparse_allreduce(
     _options.check_parts(selector, allreduce)
     _options.check_shard_axis(axis, allreduce.shard_axis)
     _options.check_densities(selector, allreduce)
+    _options.check_row_axes(selector, allreduce)
     options = _contract.checked_options(
         axis=axis,
         nonfinite=nonfinite,

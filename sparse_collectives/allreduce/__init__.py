@@ -9,6 +9,7 @@ from sparse_collectives.allreduce._full_sums import full_sums
 from sparse_collectives.allreduce._hierarchical import hierarchical
 from sparse_collectives.allreduce._ok_topk import ok_topk
 from sparse_collectives.allreduce._partitioned_topk import partitioned_topk
+from sparse_collectives.allreduce._row_topk import row_topk
 from sparse_collectives.allreduce._shared_random import shared_random
 from sparse_collectives.allreduce._spardl import spardl
 from sparse_collectives.allreduce._topk_a import topk_a
@@ -20,6 +21,7 @@ __all__ = [
     "ok_topk",
     "partitioned_topk",
     "published",
+    "row_topk",
     "shared_random",
     "spardl",
     "topk_a",

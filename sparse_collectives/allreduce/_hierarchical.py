@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_collectives import _compat, _validation, transport
-from sparse_collectives._data import PaddedCOO
+from sparse_collectives._data import Layout, PaddedCOO, as_layout
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, ReduceInfo, SparseAllreduce, State
 from sparse_collectives.transport import _dispatch
@@ -58,8 +58,8 @@ def hierarchical(*, inner_axis: AxisName, outer: SparseAllreduce) -> SparseAllre
 
     Raises:
       TypeError: ``outer`` is not a :class:`SparseAllreduce`.
-      ValueError: ``outer`` is hierarchical itself; when traced, an axis that is not
-        bound; ``axis`` without ``inner_axis``, or without any other name.
+      ValueError: ``outer`` is hierarchical itself, or selects by row; when traced, an axis that is
+        not bound; ``axis`` without ``inner_axis``, or without any other name.
 
     References:
       Shi et al., `Towards Scalable Distributed Training of Deep Learning on Public
@@ -91,8 +91,15 @@ def hierarchical(*, inner_axis: AxisName, outer: SparseAllreduce) -> SparseAllre
             "levels. Give both inner axes as one inner_axis, a tuple."
         )
 
-    def init(size: int, axis_size: int) -> State:
-        _validation.check_size(size)
+    if outer.spec is not None and outer.spec.number("row_axis") is not None:
+        raise ValueError(
+            "outer selects from the rows of layers, and a shard of a node cuts through rows, got "
+            f"{outer.spec}. Use it over all workers without hierarchical, or give an outer without "
+            "rows, such as ok_topk."
+        )
+
+    def init(layout: int | Layout, axis_size: int) -> State:
+        size = as_layout(layout).size
         inner_size = transport.axis_size(inner_axis)
         if _validation.check_positive_int("axis_size", axis_size) % inner_size:
             raise ValueError(
@@ -100,6 +107,7 @@ def hierarchical(*, inner_axis: AxisName, outer: SparseAllreduce) -> SparseAllre
                 f"inner_axis={inner_axis!r}: every node has as many. Give the number of all "
                 "workers as axis_size."
             )
+        # A shard cuts through layers, so it is one layer.
         return outer.init(math.ceil(size / inner_size), axis_size // inner_size)
 
     def scatter(vector: jax.Array) -> jax.Array:

@@ -10,7 +10,8 @@ message for each partner of an all_to_all.
 import math
 from collections.abc import Callable
 
-from sparse_collectives.allreduce import _partitioned_topk
+from sparse_collectives._data import Layout
+from sparse_collectives.allreduce import _partitioned_topk, _row_topk
 from sparse_collectives.allreduce._ok_topk import _plan
 from sparse_collectives.allreduce._parts import _codes, _few_bits, _slots, _sums
 from sparse_collectives.allreduce._parts._few_bits import FewBits
@@ -195,6 +196,15 @@ def spardl(w: Workload, codec: MessageSizes) -> Estimate:
         reduced += _even(1, words, step.blocks * step.slots)
     gathered = _all_gather(codec.pairs(plan.slots, plan.width), w.workers, plan.slots)
     return certain(reduced + gathered)
+
+
+def row_topk(w: Workload, codec: MessageSizes) -> Estimate:
+    """Blocks to the owners of rows, and an allgather: of one row, as the workload has no layers."""
+    layout = Layout(((w.size,),))
+    plan = _row_topk.make_plan(layout, w.density, -1, w.workers, w.selected)
+    block, gathered = plan.block_slots, plan.owner_slots
+    to_owners = _all_to_all(codec.pairs(block, w.size), w.workers, block)
+    return certain(to_owners + _all_gather(codec.pairs(gathered, w.size), w.workers, gathered))
 
 
 def partitioned_topk(bits: int | FewBits | None) -> Formula:

@@ -176,6 +176,8 @@ _ROWS = (
     _GTOPK,
     _SPARDL,
     _OK_TOPK,
+    # For a selection by row; a workload has no rows.
+    _pairs(allreduce.row_topk, _density, flat.row_topk, planned=False),
     _PARTITIONED,
     _PARTITIONED._replace(
         name="partitioned_topk(few)",

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sparse_collectives import _validation, transport, wire
-from sparse_collectives._data import PaddedCOO
+from sparse_collectives._data import Layout, PaddedCOO, as_layout
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, SparseAllreduce
 from sparse_collectives.cost_model import ALGORITHMS, Workload, network
@@ -71,8 +71,8 @@ def auto(
         best = plan(load, net, local=local, codecs=codecs, names=names).recommended
         return ALGORITHMS[best.name].make(load, getattr(wire, best.codec)())
 
-    def init(size: int, axis_size: int) -> Any:
-        return chosen(size, axis_size).init(size, axis_size)
+    def init(layout: int | Layout, axis_size: int) -> Any:
+        return chosen(as_layout(layout).size, axis_size).init(layout, axis_size)
 
     def reduce(coo: PaddedCOO, state: Any, *, axis: AxisName):
         return chosen(coo.size, transport.axis_size(axis)).reduce(coo, state, axis=axis)

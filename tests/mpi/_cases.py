@@ -42,6 +42,7 @@ CASES = {
     "topk_a narrow8": Case(_a.topk_a(codec=_w.narrow8()), (3,)),
     "gtopk": Case(_a.published.gtopk(density=DENSITY), (3, 4)),
     "spardl": Case(_a.spardl(density=DENSITY), (2, 3, 4)),
+    "row_topk": Case(_a.row_topk(density=DENSITY), (2, 3, 4)),
     "ring_sparse": Case(_a.published.ring_sparse(), (3,)),
     "sparse_allgather": Case(_a.published.sparse_allgather(), (3,)),
     "ssar_recursive_double": Case(_a.published.ssar_recursive_double(), (3, 4)),

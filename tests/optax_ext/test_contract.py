@@ -116,6 +116,11 @@ ROWS = {
     ),
     "narrow leaves, partitioned_topk": of(ar.partitioned_topk(), quick=True, row=NARROW_LEAVES),
     "narrow leaves, topk_a": of(row=NARROW_LEAVES),
+    "narrow leaves, row_topk": of(
+        ar.row_topk(density=DENSITY),
+        select.published.adtopk(density=DENSITY),
+        row=NARROW_LEAVES,
+    ),
     "narrow leaves, dsar": of(ar.published.dsar_split_allgather(), row=NARROW_LEAVES),
     "dense leaves": of(OK_TOPK, dense_leaves={"a": "sparse", "b": "dense"}),
     "dense leaves, momentum": of(
@@ -130,6 +135,9 @@ ROWS = {
     ),
     "adtopk_threshold": of(
         OK_TOPK, select.published.adtopk_threshold(density=DENSITY, steps=6, warmup=2, period=2)
+    ),
+    "adtopk, row_topk": of(
+        ar.row_topk(density=DENSITY), select.published.adtopk(density=DENSITY), quick=True
     ),
     "layerwise": of(OK_TOPK, select.layerwise(select.threshold_reuse(density=DENSITY))),
     "rounds, partitioned_topk": of(ar.partitioned_topk(), **ROUNDS),

@@ -33,6 +33,9 @@ CASES = {
         sc.select.published.adtopk_threshold(density=0.1, steps=100, warmup=1),
         sc.allreduce.published.gtopk(density=0.1),
     ),
+    "row_topk": selecting(
+        sc.select.published.adtopk(density=0.1), sc.allreduce.row_topk(density=0.1)
+    ),
     "velocity": selecting(correction=CORRECTION),
     # Counts and averages come from one old worker; they are not summed as the residuals are.
     "local": selecting(local=optax.scale_by_schedule(lambda count: 0.5)),

@@ -31,6 +31,7 @@ TRANSFORMATIONS = {
     "dense leaves": topk_a(dense_leaves=LABELS),
     "dense steps": topk_a(dense_steps=2),
     "rows": topk_a(selector=ADTOPK),
+    "row_topk": optax_ext.sparse_allreduce(ADTOPK, sc.allreduce.row_topk(density=0.1), axis="data"),
     "powersgd": optax_ext.powersgd(rank=1, axis="data"),
     "quantized": optax_ext.quantized(axis="data"),
 }

@@ -88,6 +88,30 @@ def spardl(selected: list[dict[int, float]], block: np.ndarray, k: int):
     return total, kept, lengths
 
 
+def row_topk(selected: list[dict[int, float]], piece: np.ndarray, share: np.ndarray):
+    """ADTopk's selection with a global selection for each row, at the owner of the row.
+
+    Index i is in row (or in piece of a divided row) ``piece[i]``, of which ``share[i]`` entries are
+    delivered. The owner adds up the entries of all workers, in their order.
+    """
+    kept, sums = np.zeros((len(selected), len(piece))), {}
+    for entries in selected:
+        _add(sums, {index: np.float32(value) for index, value in entries.items()})
+    rows: dict[int, dict[int, float]] = {}
+    for index in sorted(sums):
+        rows.setdefault(piece[index], {})[index] = sums[index]
+    total = np.zeros(len(piece), np.float32)
+    for entries in rows.values():
+        largest = _cut(entries, share[next(iter(entries))], np.zeros(len(piece)))
+        for index, value in largest.items():
+            total[index] = value
+    for worker, entries in enumerate(selected):
+        for index, value in entries.items():
+            if total[index] == 0:
+                kept[worker, index] = value
+    return total, kept
+
+
 def _cut(entries, k, dropped):
     """The k largest, lowest index first among equals, no zeros; the others are dropped."""
     order = sorted(entries, key=lambda index: (-abs(float(entries[index])), index))

@@ -43,7 +43,7 @@ def test_lowers_without_devices(row, platform):
     assert "stablehlo" in program.lower(lowering_platforms=(platform,)).as_text()
 
 
-ON_A_MESH = ("topk_a", "sparse_allgather", "gtopk", "spardl", "ssar_recursive_double")
+ON_A_MESH = ("topk_a", "sparse_allgather", "gtopk", "spardl", "ssar_recursive_double", "row_topk")
 ON_A_MESH += ("ssar_split_allgather, room for all", "ring_sparse", "dsar_split_allgather")
 ON_A_MESH += OK_TOPK
 

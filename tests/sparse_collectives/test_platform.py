@@ -161,6 +161,7 @@ OPTIONS = {
     "ok_topk, balanced": {"regions": "balanced"},
     "partitioned_topk, few": {"bits": None},
     "spardl": {},
+    "row_topk": {},
     "ssar_split_allgather": {},
 }
 

@@ -5,7 +5,7 @@ import math
 import jax
 
 from sparse_collectives import _hash, _validation, transport, wire
-from sparse_collectives._data import PaddedCOO
+from sparse_collectives._data import Layout, PaddedCOO, as_layout
 from sparse_collectives._sparse_ops import _bits, _compaction
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
@@ -136,8 +136,8 @@ def ok_topk(
             )
         regions, balance, slack = "balanced", "paper", _PAPER_SLACK if slack is None else slack
 
-    def init(size: int, axis_size: int) -> OkTopkState:
-        return _state.first(size, axis_size, regions)
+    def init(layout: int | Layout, axis_size: int) -> OkTopkState:
+        return _state.first(as_layout(layout).size, axis_size, regions)
 
     @_frame.sums_in_range(exact=chosen_codec.exact)
     def reduce(

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparse_collectives import _validation, transport
-from sparse_collectives._data import PaddedCOO
+from sparse_collectives._data import Layout, PaddedCOO, as_layout
 from sparse_collectives._sparse_ops import _bits
 from sparse_collectives._types import AxisName, State
 from sparse_collectives.allreduce._parts import _replicas
@@ -44,15 +44,15 @@ class StepState(NamedTuple):
     count: jax.Array
 
 
-def init(size: int, axis_size: int) -> StepState:
+def init(layout: int | Layout, axis_size: int) -> StepState:
     """The state before the first step, for n components and P workers."""
-    without_state(size, axis_size)
+    without_state(layout, axis_size)
     return StepState(count=jnp.zeros((), jnp.int32))
 
 
-def without_state(size: int, axis_size: int) -> tuple[()]:
+def without_state(layout: int | Layout, axis_size: int) -> tuple[()]:
     """The ``init`` of an allreduce without state, for n components and P workers."""
-    _validation.check_size(size)
+    as_layout(layout)
     _validation.check_positive_int("axis_size", axis_size)
     return ()
 

@@ -5,7 +5,6 @@ of them out, and the features that they represent are not trained. Here each row
 and at least one entry. In ADTopk-i rows and whole layers take turns.
 """
 
-import math
 from typing import NamedTuple
 
 import jax
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_collectives import _compat, _data, _validation
-from sparse_collectives._data import Layout, as_layout
+from sparse_collectives._data import Layout, as_layout, rows_of_layer
 from sparse_collectives._sparse_ops import _bits
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import SelectInfo, Selector
@@ -71,16 +70,12 @@ def adtopk(density: float, *, row_axis: int = -1) -> Selector:
     def init(size: int | Layout) -> LayersState:
         layout = as_layout(size)
         for shape in layout.shapes:
-            if len(shape) > 1 and not -len(shape) <= row_axis < len(shape):
-                raise ValueError(
-                    f"row_axis={row_axis} is not an axis of a layer of shape {shape}. Use -1 for "
-                    "the last axis of every layer, or 0 for the first."
-                )
+            rows_of_layer(shape, row_axis)  # An axis that a layer lacks is an error.
         return init_layers(layout, lambda shape: ())
 
     def select(acc: jax.Array, state: LayersState):
         def of_layer(layer, shape, state):
-            places, info = rows_of_layer(layer, shape, density, row_axis)
+            places, info = select_rows(layer, shape, density, row_axis)
             return places, state, info
 
         acc = _validation.as_vector("acc", acc)
@@ -170,7 +165,7 @@ def adtopk_interleaved(density: float, *, row_axis: int = -1) -> Selector:
     )
 
 
-def rows_of_layer(
+def select_rows(
     layer: jax.Array, shape: tuple[int, ...], density: float, row_axis: int
 ) -> tuple[jax.Array, SelectInfo]:
     """The selection of one layer: as many slots as its rows may send, and the info."""
@@ -191,16 +186,13 @@ def count_of_layer(shape: tuple[int, ...], density: float, row_axis: int) -> int
     """The largest number of entries that a layer may send."""
     if 0 in shape:
         return 0
-    rows = shape[row_axis] if len(shape) > 1 else 1
-    return rows * _validation.count_from_density(density, math.prod(shape) // rows)
+    before, rows, behind = rows_of_layer(shape, row_axis)
+    return rows * _validation.count_from_density(density, before * behind)
 
 
 def _as_matrix(layer: jax.Array, shape: tuple[int, ...], row_axis: int):
     """The layer as a matrix, the axis along its rows, and a map from its places to the layer's."""
-    if len(shape) < 2:
-        return layer.reshape(1, -1), 1, lambda place: place
-    at = row_axis % len(shape)
-    before, rows, behind = math.prod(shape[:at]), shape[at], math.prod(shape[at + 1 :])
+    before, rows, behind = rows_of_layer(shape, row_axis)
     if behind == 1:
         return layer.reshape(before, rows), 0, lambda place: place
     if before == 1:

@@ -15,7 +15,7 @@ from sparse_collectives._types import SelectInfo, Selector, State
 from sparse_collectives.select import _thresholds
 from sparse_collectives.select._layerwise import LayersState, init_layers, select_layers
 from sparse_collectives.select._topk import topk
-from sparse_collectives.select.published._adtopk import count_of_layer, rows_of_layer
+from sparse_collectives.select.published._adtopk import count_of_layer, select_rows
 
 # Relative changes of the threshold below which the period grows, and above which it
 # shrinks: epsilon and 2 epsilon of Algorithm 2.
@@ -145,7 +145,7 @@ def adtopk_threshold(
             return places, new._replace(period=jnp.maximum(turn, 1), steady=steady), info
 
         def by_row():
-            places, info = rows_of_layer(layer, shape, density, row_axis)
+            places, info = select_rows(layer, shape, density, row_axis)
             coo, _ = _compaction.compact_indices(layer, places, capacity=capacity)
             return coo.indices, state, info
 
