@@ -169,7 +169,9 @@ def withhold(
       The total, the undelivered entries of this worker, and ``i32[]``, how many were taken out.
     """
     none = jnp.zeros((), jnp.int32)
-    if policy == "propagate" or isinstance(total, PaddedCOO):
+    if policy == "propagate":
+        return _with_one_nan(total), undelivered, none
+    if isinstance(total, PaddedCOO):
         return total, undelivered, none
     dense = total
     finite = jnp.isfinite(dense)
@@ -187,6 +189,17 @@ def withhold(
     total = jnp.where(finite, dense, jnp.zeros_like(dense))
     undelivered = undelivered._replace(slots=slots, others=others)
     return total, undelivered, jnp.sum(~finite, dtype=jnp.int32)
+
+
+def _with_one_nan(total: PaddedCOO | jax.Array) -> PaddedCOO | jax.Array:
+    """The total with NaN in one form.
+
+    The sign of a sum of two NaN is that of one of them, by the order of the operands, in which the
+    workers may differ.
+    """
+    if isinstance(total, PaddedCOO):
+        return total._replace(values=_with_one_nan(total.values))
+    return jnp.where(jnp.isnan(total), jnp.full_like(total, jnp.nan), total)
 
 
 def limit_at(limit: optax.ScalarOrSchedule | None, count: jax.Array) -> jax.Array | None:
