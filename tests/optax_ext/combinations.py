@@ -35,8 +35,8 @@ class Row(NamedTuple):
 
 ALL = ("pmap", "simulate")
 ADAM = "optax.chain(reduce, optax.adam(1e-2))"
-WHOLE = "Prefer `optax_ext.sparse_adamw` instead of the chain."
-BEHIND = "After the exchange only. Around it is an error."
+WHOLE = "Prefer `optax_ext.sparse_adamw`."
+BEHIND = "After the exchange only."
 # A sum in another order changes the last bits of a gradient. Newton-Schulz iterations multiply
 # small singular values, and their rounding errors, by up to 3.4 each.
 MUON = 2e-3
@@ -94,7 +94,6 @@ GROUPS = {
             "`contrib.sam`",
             "optax.GradientTransformation(*optax.contrib.sam(optax.sgd(0.1), "
             "optax.chain(optax.contrib.normalize(), optax.sgd(0.05))))",
-            "`GradientTransformation(*...)` leaves out `value`, which it does not take.",
         ),
         _behind("schedules", "optax.sgd(optax.warmup_cosine_decay_schedule(0.0, 0.1, 2, 10))"),
     ),
@@ -102,7 +101,6 @@ GROUPS = {
         Row(
             "`optax_ext.multi_steps` around the chain",
             "optax_ext.multi_steps(optax.chain(reduce, optax.adam(1e-2)), 2)",
-            "One exchange in k mini-steps. Parameters may be scalars.",
             also=ALL,
         ),
         Row(
@@ -141,7 +139,7 @@ GROUPS = {
             "`inject_hyperparams`, Ok-Topk SGD",
             "optax.inject_hyperparams(lambda rate: optax.chain(optax_ext.ok_topk(density, "
             'axis="data", local=optax.scale(rate), slack=8.0), optax.scale(-1.0)))(rate=0.1)',
-            "Some arguments must be [static](#injected-hyperparameters).",
+            "[Static arguments](#injected-hyperparameters).",
         ),
         _behind(
             "`inject_hyperparams`, optimizer",
@@ -151,8 +149,7 @@ GROUPS = {
             "`masked`",
             'optax.chain(optax.masked(reduce, {"w1": True, "b": False, "w2": True}), '
             'optax.masked(dense, {"w1": False, "b": True, "w2": False}), optax.adam(1e-2))',
-            "The other leaves must go through the dense allreduce, or be "
-            "[frozen](#lora-and-frozen-parameters).",
+            "Reduce the other leaves, or [freeze](#lora-and-frozen-parameters) them.",
         ),
         Row(
             "`multi_transform`",
@@ -165,7 +162,7 @@ GROUPS = {
             "`multi_transform`, frozen leaves",
             'optax.multi_transform({"train": optax.chain(reduce, optax.adam(1e-2)), "freeze": '
             'optax.set_to_zero()}, {"w1": "train", "b": "freeze", "w2": "train"})',
-            "A frozen leaf exchanges nothing ([LoRA](#lora-and-frozen-parameters)).",
+            "See [LoRA](#lora-and-frozen-parameters).",
         ),
     ),
     "Before and after the exchange": (
@@ -197,7 +194,6 @@ GROUPS = {
         _behind(
             "bfloat16 parameters, float32 momentum",
             "optax.sgd(0.1, momentum=0.9, accumulator_dtype=jnp.float32)",
-            "The residual is float32.",
             model="bfloat16_params",
             rounding=BFLOAT16,
         ),
@@ -217,7 +213,7 @@ GROUPS = {
         Row(
             "flax nnx",
             ADAM,
-            "For `nnx.Optimizer` see [Programs you already have](clients.md).",
+            "See [programs](clients.md).",
             model="nnx",
             how="`graphdef, params = nnx.split(model)`; `nnx.merge(graphdef, params)` in the loss",
         ),
