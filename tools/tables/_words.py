@@ -6,7 +6,7 @@ from typing import Any
 
 from ._data import LABELS, Rows, by, read
 
-ALGORITHMS = ("dense", *LABELS["words"], "dsar_split_allgather", "spardl", "ok_topk")
+ALGORITHMS = ("dense", *LABELS["words"], "spardl", "ok_topk")
 
 
 def _multiples(names: Iterable[str], workers: Sequence[int]) -> Rows:
