@@ -218,7 +218,9 @@ class Plan(NamedTuple):
         Returns:
           ``i32[c]`` each; without a meaning for padding.
         """
-        layer = places(jnp.asarray(self.offset[1:], jnp.int32), indices, side="right")
+        layer = None
+        if len(self.offset) > 1:
+            layer = places(jnp.asarray(self.offset[1:], jnp.int32), indices, side="right")
 
         def of_layer(each: tuple[int, ...]) -> jax.Array | int:
             # Arithmetic with constants costs less.
