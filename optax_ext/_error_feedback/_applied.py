@@ -194,8 +194,8 @@ def withhold(
 def _with_one_nan(total: PaddedCOO | jax.Array) -> PaddedCOO | jax.Array:
     """The total with NaN in one form.
 
-    The sign of a sum of two NaN is that of one of them, by the order of the operands, in which the
-    workers may differ.
+    A sum of two NaN has the sign of one of them, by the order of the operands, in which the workers
+    may differ.
     """
     if isinstance(total, PaddedCOO):
         return total._replace(values=_with_one_nan(total.values))
