@@ -14,7 +14,6 @@ TEXT = {"task": "text", "steps": 2000, "width": 32, "rate": 0.02}
 MOMENTS = (
     ("`text`, 2,000 steps: % above", "text", None),
     ("the same at a learning rate of 0.02", "text", 0.02),
-    ("`words`, 600 steps: % above", "words", None),
     ("images, 600 steps: points of accuracy below", "images-adamw", None),
 )
 # After a learning rate that is the smallest or the largest of those that were tried.
