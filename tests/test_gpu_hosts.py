@@ -47,14 +47,14 @@ def test_a_replica_with_another_bit_is_found():
 
 
 def test_predicted_steps_are_those_of_the_link():
-    found = {case.gbit: steps for case, steps in _predicted.cases() if case[:3] == ("124M", 8, 1)}
+    found = {case.gbit: steps for case, steps in _predicted.cases() if case[:3] == ("124M", 64, 1)}
     # The step of AdamW, and 2 n (P-1)/P numbers of 32 bits at 1 Gbit/s.
-    expected = 35.0e-3 + 32 * 2 * 124_439_808 * 7 / 8 / 1e9
+    expected = 35.0e-3 + 32 * 2 * 124_439_808 * 63 / 64 / 1e9
     assert found[1]["dense"].step == pytest.approx(expected, rel=1e-3)
     ratios = [steps["dense"].step / steps["sparse_adamw"].step for steps in found.values()]
     assert ratios == sorted(ratios, reverse=True)
     # Eight GPUs share the parameters and the card, so that the exchange takes as long.
-    shared = next(x for case, x in _predicted.cases() if case == ("124M", 8, 8, 1))
+    shared = next(x for case, x in _predicted.cases() if case == ("124M", 64, 8, 1))
     assert shared["dense"].step == pytest.approx(found[1]["dense"].step, rel=1e-2)
 
 

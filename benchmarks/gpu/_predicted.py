@@ -16,7 +16,7 @@ LATENCY = 11.6e-6
 SIZES = {"124M": 124_439_808, "1.3B": 1_300_000_000, "7B": 7_000_000_000}
 # The rate of a host's card, which its GPUs share.
 GBITS = (1, 10, 25, 100, 200, 400)
-HOSTS, GPUS = (2, 8, 64), (1, 8)
+HOSTS, GPUS = (2, 64), (1, 8)
 DENSITY = 0.05
 # For each name here the planner's name and messages, and the measured step.
 WAYS = {

@@ -90,6 +90,7 @@ def table_gpu_overlaps() -> Rows:
     return [
         [f"`{row['reduction']}`", ", ".join(str(each["products"]) for each in row["beside"])]
         for row in _compiled("overlap.json")
+        if "ok_topk" not in row["reduction"]
     ]
 
 
@@ -103,6 +104,7 @@ def table_gpu_timings() -> Rows:
     rows = []
     # One worker reduces nothing, so its dense step is left out.
     left_out = {"dense", "random_k", "adtopk_interleaved", "bucketed", "partitioned_topk_few"}
+    left_out |= {"ok_topk_reuse"}
     rows_of = read("gpu_timings.json")["rows"]
     found = [row for row in rows_of if row["contestant"] not in left_out]
     for row in sorted(found, key=lambda row: row["part"]):
@@ -139,7 +141,8 @@ def table_gpu_train_step() -> Rows:
 def table_gpu_kernels() -> Rows:
     """Programs profiled by kernel on a GPU."""
     rows = []
-    for row in read("gpu_kernels.json")["programs"]:
+    found = [x for x in read("gpu_kernels.json")["programs"] if x["program"] != "ok_topk_reuse"]
+    for row in found:
         low, high = row["ms_range"]
         line = [f"`{row['program']}`", around(low, row["ms"], high, 2), f"{row['kernels_ms']:.2f}"]
         rows.append([*line, f"{row['launched']:,.0f}"])
