@@ -55,6 +55,11 @@ def sparse_adamw(
     worker receives ``3.5 k (P-1)/P`` words for up to 8 workers and ``4.3 k (P-1)/P`` for up to 34,
     with k = 1 % of n, about as much as :func:`ok_topk` at 1 %.
 
+    The data of the workers should be alike. The mean of updates that each worker has divided by
+    its own second moments is not the update of the mean gradient, and with classes of their own
+    the workers ended far below dense AdamW (docs/learning.md). There put :func:`quantized` before
+    the optimizer, which then sees the mean gradient.
+
     There is no first moment, since accumulation in the residuals averages gradients already. In
     rounds (``every``) each worker has a first moment of its own gradients, since local steps are
     applied at once.

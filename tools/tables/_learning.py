@@ -5,6 +5,8 @@ import statistics
 from collections import Counter
 from typing import Any, NamedTuple
 
+from benchmarks.learning._tasks import KINDS
+
 from ._data import DATA, LABELS, Rows, blank_repeats
 
 # The workers that contestants of the same steps were run with; others with 8.
@@ -16,6 +18,7 @@ MOMENTS = (
     ("the same at a learning rate of 0.02", "text", 0.02),
     ("images, 600 steps: points of accuracy below", "images-adamw", None),
 )
+SEEDS = 3
 # After a learning rate that is the smallest or the largest of those that were tried.
 END = " (end)"
 
@@ -92,6 +95,35 @@ def _above(one: Best, dense: Best) -> str:
 def losses_by_bytes(width: int = 32) -> list[Best]:
     """The contestants of `learning_bytes.jsonl` with models of a width, the dense one first."""
     return best_runs(LABELS["loss_by_bytes"], "learning_bytes.jsonl", width=width)
+
+
+def table_workers_apart() -> Rows:
+    """Workers with examples of their own: the best learning rate, and how much worse than dense."""
+    rows = []
+    for task, shown in LABELS["workers_apart_tasks"].items():
+        large, unit = KINDS[task].large, " points" if KINDS[task].large else " %"
+        sign = -1 if large else 1
+        found = {}
+        for name in LABELS["workers_apart"]:
+            by_rate: dict[float, list[dict[str, Any]]] = {}
+            for run in runs("learning_apart.jsonl", task=task, contestant=name):
+                by_rate.setdefault(run["rate"], []).append(run)
+            whole = [x for x in by_rate.values() if len(x) == SEEDS]
+            found[name] = min(
+                whole, key=lambda x: sign * statistics.mean(run["value"] for run in x)
+            )
+        dense = found["dense"]
+        for name, label in LABELS["workers_apart"].items():
+            pairs = zip(found[name], dense, strict=True)
+            worse = [
+                100 * (b["value"] - a["value"] if large else a["value"] / b["value"] - 1)
+                for a, b in pairs
+            ]
+            mean = statistics.mean(run["value"] for run in found[name])
+            value = f"{100 * mean:.1f} %" if large else f"{mean:.3f}"
+            by = "" if name == "dense" else f"{statistics.mean(worse):.1f}{unit} ({max(worse):.1f})"
+            rows.append([shown, label, value, by])
+    return blank_repeats(rows)
 
 
 def table_loss_by_bytes() -> Rows:
