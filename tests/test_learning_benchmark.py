@@ -271,6 +271,21 @@ def test_grid_has_the_losses_of_single_trainings(text, name):
     assert len({curve.values[-1] for curve in found.values()}) == 4
 
 
+@pytest.mark.parametrize("task", ["text-apart", "images-apart"])
+def test_workers_apart_share_no_example_and_a_dense_run_has_the_same(task, text):
+    made = _tasks.make(task, 8 if task.startswith("text") else None, Path(text[1]), None)
+    workers, drawn = _tasks.PARTS, np.random.default_rng(0).integers(0, made.count, (5, 8, 4))
+    batches = made.batch_of(drawn)
+    whole = made.batch_of(drawn.reshape(5, 1, 8 * 4))
+    for mine, other in zip(batches, whole, strict=True):
+        np.testing.assert_array_equal(mine.reshape(5, 1, 32, *mine.shape[3:]), other)
+    if task.startswith("images"):
+        # 1,797 digits of ten classes in eight parts.
+        classes = [set(batches[1][:, worker].ravel().tolist()) for worker in range(workers)]
+        assert max(map(len, classes)) <= 3
+        assert set.union(*classes) > classes[0]
+
+
 def test_grid_is_stored_by_rate_and_seed(tmp_path, text, of_steps):
     """All pairs of a contestant are trained together, and only if one of them is missing."""
     argv = [*SMALL, *text, "--together", "--rates", "0.1", "0.2", "--seeds", "2"]
