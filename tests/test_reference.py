@@ -81,3 +81,37 @@ def test_page_begins_with_links_to_all_of_its_sections(page):
     # An anchor is the title in lower case, with hyphens.
     anchors = [title.lower().replace(" ", "-") for title in titles]
     assert re.findall(r"\[([^\]]+)\]\(#([\w-]+)\)", beginning) == list(zip(titles, anchors))
+
+
+def docstrings():
+    """``(identifier, docstring)`` of the entries of the reference."""
+    for _, identifier in entries():
+        package, _, name = identifier.rpartition(".")
+        text = inspect.getdoc(getattr(importlib.import_module(package), name))
+        if text:
+            yield identifier, text
+
+
+def test_sentences_of_docstrings_are_short():
+    """At most 40 words; formulas, tables and examples are no sentences."""
+    long = []
+    assert len(list(docstrings())) > 150
+    for identifier, text in docstrings():
+        text = re.sub(
+            r"(?m)^\.\. math::.*\n(?:\n|    .*\n)*|^ *(?:>>>|\.\.\. ).*$|^.*={3,}.*$", "", text
+        )
+        for paragraph in re.split(r"\n\s*\n|\n(?=\s*[\w*]+: )", text):
+            if re.search(r"\S {3,}\S", paragraph):  # A table.
+                continue
+            sentences = re.split(r"(?<=[.:;])\s+", paragraph)
+            long += [(identifier, x) for x in sentences if len(x.split()) > 40]
+    assert not long
+
+
+def test_each_error_of_a_docstring_has_a_line_of_its_own():
+    joined = []
+    for identifier, text in docstrings():
+        raised = re.search(r"(?m)^Raises:\n((?:  .*\n?)+)", text)
+        if raised and ";" in re.sub(r"``.*?``|\(.*?\)", "", raised[1], flags=re.DOTALL):
+            joined.append(identifier)
+    assert not joined

@@ -105,8 +105,9 @@ def sparse_adamw(
       fallen to 0.
 
     Raises:
-      ValueError: an argument is out of its range; ``b1`` without ``every``, or with other
-        ``moments`` than ``"entries"``; at ``update``, weight decay without ``params``.
+      ValueError: an argument is out of its range.
+      ValueError: ``b1`` without ``every``, or with other ``moments`` than ``"entries"``.
+      ValueError: at ``update``, weight decay without ``params``.
       TypeError: an argument other than the learning rate is given without its name.
 
     Example:

@@ -64,8 +64,9 @@ def scale_by_local_adam(
       An ``optax.GradientTransformationExtraArgs``.
 
     Raises:
-      ValueError: an argument is out of its range; ``moments`` has another value;
-        ``average_every`` without ``axis``.
+      ValueError: an argument is out of its range.
+      ValueError: ``moments`` has another value.
+      ValueError: ``average_every`` without ``axis``.
 
     Example:
       >>> import jax.numpy as jnp

@@ -59,7 +59,8 @@ def sparse_sgd(
       An ``optax.GradientTransformationExtraArgs``, as from :func:`sparse_adamw`.
 
     Raises:
-      ValueError: an argument is out of its range; at ``update``, weight decay without ``params``.
+      ValueError: an argument is out of its range.
+      ValueError: at ``update``, weight decay without ``params``.
       TypeError: ``momentum=`` is given, or an argument other than the learning rate is given
         without its name.
 

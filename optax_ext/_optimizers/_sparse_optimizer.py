@@ -78,7 +78,8 @@ def sparse_optimizer(
       ``update``, such as ``value=``, go to ``scaling``, with the value of one worker.
 
     Raises:
-      ValueError: an argument is out of its range; at ``update``, weight decay without ``params``.
+      ValueError: an argument is out of its range.
+      ValueError: at ``update``, weight decay without ``params``.
       TypeError: ``scaling`` is no transformation.
 
     Example:

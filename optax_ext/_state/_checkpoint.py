@@ -52,7 +52,8 @@ def abstract_state(
       A pytree of ``jax.ShapeDtypeStruct``.
 
     Raises:
-      ValueError: the mesh lacks the axis of ``tx``; an ``AbstractMesh`` without ``sharding``.
+      ValueError: the mesh lacks the axis of ``tx``.
+      ValueError: an ``AbstractMesh`` without ``sharding``.
     """
     if sharding is None and not isinstance(mesh, Mesh):
         raise ValueError(
@@ -87,16 +88,17 @@ def checkpoint_metadata(opt_state: Any) -> dict[str, Any]:
       - ``format``: a number that grows when the structure of states changes.
       - ``version``: the version of the library, for information.
       - ``workers``: P.
-      - ``sparse``: for the path of each :class:`SparseAllreduceState`, the workers, the entries n,
-        the selector and allreduce as their factories declare them, the states of the local
-        transformation, the dtype and decay of the residual, the momentum correction, the steps
-        between two exchanges, the dense leaves, and the shape and dtype of each parameter.
+      - ``sparse``: for the path of each :class:`SparseAllreduceState`, its settings. They are the
+        workers, the entries n, the selector and the allreduce, the states of the local
+        transformation, and the dtype and decay of the residual. The momentum correction, the steps
+        between two exchanges, the dense leaves, and the shape and dtype of each parameter follow.
       - ``arrays``: the shape and dtype of every array, by its path.
 
     Raises:
       ValueError: the state is of one worker alone, or was copied to all workers, as
-        ``flax.jax_utils.unreplicate`` and ``replicate`` do; a selector, allreduce or correction
-        has no ``spec``, without which two different ones look the same.
+        ``flax.jax_utils.unreplicate`` and ``replicate`` do.
+      ValueError: a selector, allreduce or correction has no ``spec``, without which two different
+        ones look the same.
     """
     opt_state = _nnx.arrays(opt_state)
     nodes = jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=_wrappers.is_state)

@@ -35,8 +35,10 @@ def consolidate(params: Any, opt_state: Any) -> tuple[Any, Any]:
       dtypes of the gradients.
 
     Raises:
-      ValueError: called inside the mapped function; a state of other parameters, of ``jax.pmap``,
-        or without an allreduce of this library; arguments that have changed places.
+      ValueError: called inside the mapped function.
+      ValueError: a state of other parameters, of ``jax.pmap``, or without an allreduce of this
+        library.
+      ValueError: arguments that have changed places.
 
     Example:
       >>> import jax.numpy as jnp, optax_ext

@@ -35,8 +35,10 @@ def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
 
     Raises:
       ValueError: the residuals are gradients (pass the result of :func:`consolidate` to the
-        optimizer after the allreduce instead); a transformation follows the optimizer in its chain,
-        such as a mask that freezes leaves, which would be left out; and as :func:`consolidate`.
+        optimizer after the allreduce instead).
+      ValueError: a transformation follows the optimizer in its chain, such as a mask that freezes
+        leaves, which would be left out.
+      ValueError: and as :func:`consolidate`.
 
     Example:
       >>> import jax.numpy as jnp, optax_ext

@@ -52,10 +52,13 @@ def init_state(
       The optimizer state, sharded as :func:`state_specs` says.
 
     Raises:
-      ValueError: the mesh lacks the axis of ``tx``; allreduces name different axes; parameters are
-        sharded over the axis of the workers, over another mesh, or unevenly; an optimizer follows
-        a whole optimizer, as in ``optax.chain(sparse_adamw(...), optax.adamw(...))``, which
-        trains uphill; see :func:`state_specs`.
+      ValueError: the mesh lacks the axis of ``tx``.
+      ValueError: allreduces name different axes.
+      ValueError: parameters are sharded over the axis of the workers, over another mesh, or
+        unevenly.
+      ValueError: an optimizer follows a whole optimizer, as in ``optax.chain(sparse_adamw(...),
+        optax.adamw(...))``, which trains uphill.
+      ValueError: see :func:`state_specs`.
       TypeError: ``tx`` is not a transformation, or ``mesh`` is not a mesh.
 
     Example:

@@ -65,9 +65,9 @@ def reshard(opt_state: Any, fresh_state: Any) -> Any:
 
     Raises:
       TypeError: ``fresh_state`` is a number of workers, or a mesh.
-      ValueError: the states differ in more than the workers: other parameters,
-        another optimizer, or residuals of another unit (``local``); arrays of
-        ``opt_state`` are spread over several processes.
+      ValueError: the states differ in more than the workers: other parameters, another optimizer,
+        or residuals of another unit (``local``).
+      ValueError: arrays of ``opt_state`` are spread over several processes.
 
     Cost: on the host, n float32 for each old and each new worker.
 

@@ -32,10 +32,12 @@ def state_specs(opt_state: Any, *, manual: AxisName | None = None) -> Any:
         no others. None: all axes of the mesh.
 
     Raises:
-      ValueError: an axis that is an MPI communicator; allreduces that name different axes; a
-        wrapper around the allreduce that decides by the gradients of one worker
-        (``optax.apply_if_finite``); ``optax.MultiSteps`` with a scalar parameter, or with a
-        state that was made outside of the mapped function.
+      ValueError: an axis that is an MPI communicator.
+      ValueError: allreduces that name different axes.
+      ValueError: a wrapper around the allreduce that decides by the gradients of one worker
+        (``optax.apply_if_finite``).
+      ValueError: ``optax.MultiSteps`` with a scalar parameter, or with a state that was made
+        outside of the mapped function.
     """
     return on_axes(_all_specs(opt_state), manual)
 

@@ -113,7 +113,8 @@ def check_multi_steps(opt_state: Any) -> None:
     """Checks that the accumulators of ``optax.MultiSteps`` can be split over the workers.
 
     Raises:
-      ValueError: a scalar; accumulators that were made outside of the mapped function.
+      ValueError: a scalar.
+      ValueError: accumulators that were made outside of the mapped function.
     """
     for node in _nodes(opt_state, (optax.MultiStepsState,)):
         inside = reductions(node)

@@ -38,8 +38,10 @@ def ahead(params: Any, opt_state: Any) -> Any:
       The tree of ``params``, in its dtypes. Cost: one pass over n entries.
 
     Raises:
-      ValueError: outside of the mapped function; a state of other parameters; no allreduce in
-        ``opt_state``; a hierarchical one over MPI communicators, with a ``step_ahead``.
+      ValueError: outside of the mapped function.
+      ValueError: a state of other parameters.
+      ValueError: no allreduce in ``opt_state``.
+      ValueError: a hierarchical one over MPI communicators, with a ``step_ahead``.
 
     References:
       Xu, Huo and Huang, `Step-Ahead Error Feedback for Distributed Training with

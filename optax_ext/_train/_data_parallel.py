@@ -59,10 +59,11 @@ def data_parallel(
       flax nnx (0.12 or newer) are updated in place, as by ``nnx.jit``.
 
     Raises:
-      ValueError: ``examples`` that names no argument; at a call: an optimizer state on no mesh, of
-        sharded parameters or of local steps; a batch that cannot be split, or is not clear among
-        the arguments; a result that differs between the workers and cannot be averaged, or
-        belongs to the optimizer.
+      ValueError: ``examples`` that names no argument.
+      ValueError: at a call: an optimizer state on no mesh, of sharded parameters or of local steps.
+      ValueError: a batch that cannot be split, or is not clear among the arguments.
+      ValueError: a result that differs between the workers and cannot be averaged, or belongs to
+        the optimizer.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optax_ext

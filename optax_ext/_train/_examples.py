@@ -49,8 +49,9 @@ class Chosen:
         key of ``jax.random``.
 
         Raises:
-          ValueError: such an argument holds the optimizer's state or the parameters; another one
-            might be examples too; arguments of ``examples`` that are missing, or nothing but keys.
+          ValueError: such an argument holds the optimizer's state or the parameters.
+          ValueError: another one might be examples too.
+          ValueError: arguments of ``examples`` that are missing, or nothing but keys.
         """
         at = self._at
         if self._count is not None:

@@ -17,8 +17,8 @@ def of(params: Any, opt_state: Any, mesh: Mesh, batch_spec: PartitionSpec | None
     """The placement, from the shardings of the parameters and the settings of the state.
 
     Raises:
-      ValueError: parameters that are sharded in another way than the state was made for; a
-        batch_spec that does not begin with the axis of the workers.
+      ValueError: parameters that are sharded in another way than the state was made for.
+      ValueError: a batch_spec that does not begin with the axis of the workers.
     """
     # Replicated parameters do not show whether the devices divide them up; the state does.
     index = _index.of(opt_state)

@@ -69,10 +69,13 @@ def make_train_round(
       float32 more than a step, in one program for CPUs (n = 1M, four workers).
 
     Raises:
-      ValueError: an ``exchange_mesh`` of another kind; at the first call of a shape, a ``tx``
-        without ``every=``, with a wrapper that accumulates gradients, with a decay of residuals,
-        with ``dense_steps`` or with an allreduce that shards its buffer; parameters that are
-        sharded; batches of another number of steps; a state from the middle of a round.
+      ValueError: an ``exchange_mesh`` of another kind.
+      ValueError: at the first call of a shape, a ``tx`` without ``every=``, with a wrapper that
+        accumulates gradients, with a decay of residuals, with ``dense_steps`` or with an allreduce
+        that shards its buffer.
+      ValueError: parameters that are sharded.
+      ValueError: batches of another number of steps.
+      ValueError: a state from the middle of a round.
       TypeError: as for :func:`make_train_step`.
 
     Example:

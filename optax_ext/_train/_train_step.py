@@ -77,14 +77,17 @@ def make_train_step(
       mean would be a message at every step: compute ``loss.mean()`` when the loop reads it.
 
     Raises:
-      TypeError: arguments of another kind; at the first call of a shape, a loss that is not a
-        scalar, or with ``has_aux`` not a pair.
-      ValueError: fewer than one step in flight; arrays that an earlier step has taken over; at
-        the first call of a shape, a loss that is a mean over the workers already, an axis that
-        the mesh does not have, a batch whose leading dimension P does not divide, or a ``tx``
-        that does not reduce the gradients over the axis, or keeps a state that differs
-        between the workers; ``weighted`` with a ``tx`` that exchanges ``every`` so many steps; on
-        a mesh over several processes, a batch that is not a global array.
+      TypeError: arguments of another kind.
+      TypeError: a loss that is not a scalar, or with ``has_aux`` not a pair.
+      ValueError: fewer than one step in flight.
+      ValueError: arrays that an earlier step has taken over.
+      ValueError: a loss that is a mean over the workers already.
+      ValueError: an axis that the mesh does not have.
+      ValueError: a batch whose leading dimension P does not divide.
+      ValueError: a ``tx`` that does not reduce the gradients over the axis, or keeps a state that
+        differs between the workers.
+      ValueError: ``weighted`` with a ``tx`` that exchanges ``every`` so many steps.
+      ValueError: on a mesh over several processes, a batch that is not a global array.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optax_ext
@@ -179,8 +182,8 @@ class TrainStep:
         """``(params, opt_state, loss)``, and with ``has_aux`` the auxiliary values.
 
         Raises:
-          TypeError: a batch of several arguments instead of one pytree; a call inside ``jax.jit``
-            or another transformation, of a step that donates.
+          TypeError: a batch of several arguments instead of one pytree.
+          TypeError: a call inside ``jax.jit`` or another transformation, of a step that donates.
         """
         if more:
             names = ", ".join("xyzuvw"[: len(more) + 1])

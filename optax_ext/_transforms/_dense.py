@@ -56,8 +56,10 @@ def dense(
       anywhere.
 
     Raises:
-      ValueError: fewer than one bucket; another dtype; the axis is not bound; the gradients are
-        already summed over it.
+      ValueError: fewer than one bucket.
+      ValueError: another dtype.
+      ValueError: the axis is not bound.
+      ValueError: the gradients are already summed over it.
 
     Example:
       >>> import jax.numpy as jnp, sparse_collectives as sc

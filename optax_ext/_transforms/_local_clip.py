@@ -35,8 +35,9 @@ def local_clip_by_global_norm(
       :func:`sparse_allreduce`. Its updates have the dtypes of the gradients.
 
     Raises:
-      ValueError: ``max_norm`` is not positive and finite; the axis is not bound;
-        the gradients are already summed over it.
+      ValueError: ``max_norm`` is not positive and finite.
+      ValueError: the axis is not bound.
+      ValueError: the gradients are already summed over it.
 
     Example:
       >>> import jax.numpy as jnp, sparse_collectives as sc

@@ -92,9 +92,11 @@ def local_steps(
       to both. Memory for each worker: the state of ``inner``, n float32, and n more with a delay.
 
     Raises:
-      ValueError: H is not a multiple of F; the delay is H / F or more; mixing is out of [0, 1]; at
-        ``init``, ``outer`` has no exchange or has rounds of its own, or there are more fragments
-        than leaves.
+      ValueError: H is not a multiple of F.
+      ValueError: the delay is H / F or more.
+      ValueError: mixing is out of [0, 1].
+      ValueError: at ``init``, ``outer`` has no exchange or has rounds of its own, or there are more
+        fragments than leaves.
       TypeError: at ``update``, the state is one of another transformation.
 
     Example:

@@ -69,9 +69,11 @@ def powersgd(
       Memory: the residual, n float32 for each worker, and two n-sized buffers during the step.
 
     Raises:
-      ValueError: at ``init``, the rank makes no leaf smaller; the axis is not bound; the
-        gradients are already summed over the axis; updates or a state do not match; a
-        ``step_ahead`` without ``local``, for a residual of gradients.
+      ValueError: at ``init``, the rank makes no leaf smaller.
+      ValueError: the axis is not bound.
+      ValueError: the gradients are already summed over the axis.
+      ValueError: updates or a state do not match.
+      ValueError: a ``step_ahead`` without ``local``, for a residual of gradients.
       TypeError: leaves that are not float32, bfloat16 or float16.
 
     Example:

@@ -62,7 +62,8 @@ def multi_steps(
       the exchange. Extra arguments go to ``tx``. Memory: n float32 for each worker.
 
     Raises:
-      ValueError: k is less than 1; at ``init``, ``tx`` has no reduction.
+      ValueError: k is less than 1.
+      ValueError: at ``init``, ``tx`` has no reduction.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_ext, sparse_collectives as sc

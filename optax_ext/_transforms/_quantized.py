@@ -69,9 +69,11 @@ def quantized(
       Memory: the residual, n float32 for each worker, and v, n float32.
 
     Raises:
-      ValueError: other ``bits``; the axis is not bound; the gradients are already summed over the
-        axis; updates or a state do not match; a ``step_ahead`` without ``local``, for a residual
-        of gradients.
+      ValueError: other ``bits``.
+      ValueError: the axis is not bound.
+      ValueError: the gradients are already summed over the axis.
+      ValueError: updates or a state do not match.
+      ValueError: a ``step_ahead`` without ``local``, for a residual of gradients.
       TypeError: leaves that are not float32, bfloat16 or float16.
 
     Example:

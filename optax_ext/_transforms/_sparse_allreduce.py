@@ -133,11 +133,15 @@ def sparse_allreduce(
 
     Raises:
       ValueError: the selector has a larger density than the allreduce, or its rows are along
-        another axis; a step-ahead, a limit or ``every`` without ``local``, for residuals of
-        gradients; ``every`` with dense leaves; an axis that is not bound; gradients already summed
-        over the axis; an update whose tree, shapes or dtypes differ from the parameters at
-        ``init``; a state of another number of workers; 2**31 entries or more; a leaf without a
-        label in ``dense_leaves``.
+        another axis.
+      ValueError: a step-ahead, a limit or ``every`` without ``local``, for residuals of gradients.
+      ValueError: ``every`` with dense leaves.
+      ValueError: an axis that is not bound.
+      ValueError: gradients already summed over the axis.
+      ValueError: an update whose tree, shapes or dtypes differ from the parameters at ``init``.
+      ValueError: a state of another number of workers.
+      ValueError: 2**31 entries or more.
+      ValueError: a leaf without a label in ``dense_leaves``.
       TypeError: leaves that are not float32, bfloat16 or float16.
 
     Example:

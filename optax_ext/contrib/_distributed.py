@@ -37,7 +37,8 @@ def distributed(fn: Callable[..., Any], *, axis: AxisName) -> Callable[..., Any]
       ``sparse_collectives.simulate``.
 
     Raises:
-      ValueError: ``axis`` is not bound; trees of different structures.
+      ValueError: ``axis`` is not bound.
+      ValueError: trees of different structures.
 
     Cost: ``fn`` of about 1/P of the entries (at least of the largest leaf). For r words of results
     ``2 r (P-1)/P`` words are received in one allreduce. The program contains ``fn`` of every

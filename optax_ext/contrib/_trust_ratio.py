@@ -67,8 +67,10 @@ def scale_by_trust_ratio(
       each norm to the dtype of the leaf (and overflows at a float16 norm of 256).
 
     Raises:
-      ValueError: ``axis`` is not bound; no params; updates or params that differ
-        between the workers, if types show it (``shard_map(check_vma=True)``).
+      ValueError: ``axis`` is not bound.
+      ValueError: no params.
+      ValueError: updates or params that differ between the workers, if types show it
+        (``shard_map(check_vma=True)``).
       TypeError: leaves that are not float32, bfloat16 or float16.
 
     References:

@@ -68,9 +68,11 @@ def connect(
 
     Raises:
       ConnectionError: there is no answer at ``address``.
-      RuntimeError: jax has looked for devices already; the job has another number of processes.
-      ValueError: an ``address`` without a host or with a port out of range; a number of
-        processes, devices or seconds, or a ``process_id``, that is out of range.
+      RuntimeError: jax has looked for devices already.
+      RuntimeError: the job has another number of processes.
+      ValueError: an ``address`` without a host or with a port out of range.
+      ValueError: a number of processes, devices or seconds, or a ``process_id``, that is out of
+        range.
     """
     check_counts(
         num_processes=num_processes,

@@ -82,8 +82,10 @@ class Training:
       give_up: seconds without a step after which it is an error.
 
     Raises:
-      ValueError: ``tx`` has a state that cannot be handed over, such as ``local_steps``;
-        ``save_every`` without a folder; an argument out of range; ``params`` that are not finite.
+      ValueError: ``tx`` has a state that cannot be handed over, such as ``local_steps``.
+      ValueError: ``save_every`` without a folder.
+      ValueError: an argument out of range.
+      ValueError: ``params`` that are not finite.
       RuntimeError: the job has a training already.
 
     Cost: a second copy of parameters and optimizer state, because a failed step must not have
@@ -190,8 +192,10 @@ class Training:
           the loss as in :func:`optax_ext.make_train_step`. It ends early if this worker leaves.
 
         Raises:
-          RuntimeError: this process can't take part; another process has its number; parameters of
-            workers differ; a step fails again and again with the same workers.
+          RuntimeError: this process can't take part.
+          RuntimeError: another process has its number.
+          RuntimeError: parameters of workers differ.
+          RuntimeError: a step fails again and again with the same workers.
           TimeoutError: no step for ``give_up`` seconds.
           ValueError: the checkpoint is damaged, or of another model or optimizer.
           OSError: the last workers leave, and can't write their checkpoint.

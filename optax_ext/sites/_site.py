@@ -62,9 +62,11 @@ class Site:
       give_up: seconds to wait for a store that fails, or for a round that is not closed.
 
     Raises:
-      TypeError: parameters that are not float32; a store or codec of another type.
-      ValueError: an invalid name, number or density; parameters that are not finite; a run of
-        another model, density, codec or key.
+      TypeError: parameters that are not float32.
+      TypeError: a store or codec of another type.
+      ValueError: an invalid name, number or density.
+      ValueError: parameters that are not finite.
+      ValueError: a run of another model, density, codec or key.
       StoreError: a store that can't be opened.
       TimeoutError: a store that can't be read or written for ``give_up`` seconds.
       ImportError: obstore is not installed.

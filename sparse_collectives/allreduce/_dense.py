@@ -57,7 +57,8 @@ def dense_bucketed(*, buckets: int) -> SparseAllreduce:
       as the total of :func:`dense` if the backend adds in the same order.
 
     Raises:
-      ValueError: fewer than one bucket; at ``reduce``, an axis that is not bound.
+      ValueError: fewer than one bucket.
+      ValueError: at ``reduce``, an axis that is not bound.
 
     References:
       DenseOvlp in section 5 of Li and Hoefler, `Near-Optimal Sparse Allreduce for

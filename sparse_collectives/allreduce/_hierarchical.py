@@ -58,8 +58,9 @@ def hierarchical(*, inner_axis: AxisName, outer: SparseAllreduce) -> SparseAllre
 
     Raises:
       TypeError: ``outer`` is not a :class:`SparseAllreduce`.
-      ValueError: ``outer`` is hierarchical itself, or selects by row; when traced, an axis that is
-        not bound; ``axis`` without ``inner_axis``, or without any other name.
+      ValueError: ``outer`` is hierarchical itself, or selects by row.
+      ValueError: when traced, an axis that is not bound.
+      ValueError: ``axis`` without ``inner_axis``, or without any other name.
 
     References:
       Shi et al., `Towards Scalable Distributed Training of Deep Learning on Public

@@ -67,8 +67,8 @@ def partitioned_topk(
     psum, in a latency of ``3 log2 P``. With fewer bits an index takes 6.3 bits at a density of 5 %,
     8.6 at 1 % and 12 at 0.1 %; with 16, 10 or 8 of them a value takes 32, 21 or 16, and the steps a
     word for 256 entries. With (1, 3) bits an entry takes 10.5 bits in all at 5 %, 12.7 at 1 %,
-    14.5 at 0.3 % and 16.2 at 0.1 %, times (P-1)/P, for any P, by an all_gather, an all_to_all and
-    an all_gather of small messages. No entry can overflow on the way.
+    14.5 at 0.3 % and 16.2 at 0.1 %, times (P-1)/P, for any P. These are an all_gather, an
+    all_to_all and an all_gather of small messages. No entry can overflow on the way.
 
     Args:
       density: the largest K / n, with the share of a worker rounded up to a whole entry. A
@@ -83,8 +83,9 @@ def partitioned_topk(
       as ``overflow``. ``undelivered`` is exact in float32.
 
     Raises:
-      ValueError: an argument out of its range; at ``reduce``, an axis that is not bound, or
-        too many workers for the bits (127 for 8, 511 for 10, 32,767 for 16).
+      ValueError: an argument out of its range.
+      ValueError: at ``reduce``, an axis that is not bound, or too many workers for the bits (127
+        for 8, 511 for 10, 32,767 for 16).
 
     References:
       Exclusive partitions of the indices: Yoon and Oh, `MiCRO

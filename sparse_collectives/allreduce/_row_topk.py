@@ -64,7 +64,7 @@ def row_topk(density: float, *, row_axis: int = -1, codec: Codec | None = None) 
     Cost in the alpha-beta model, for shares that add up to K (k, or more if rows are shorter than
     1 / density): ``4 K (P-1)/P`` words received with exact pairs, whatever the data: blocks of K/P
     slots to each owner, ``2 K (P-1)/P`` words, and as many in the allgather. Both grow by the share
-    of one row if P does not divide the rows, by 1/8 at most unless it is one entry, and the blocks
+    of one row if P does not divide the rows, by 1/8 at most unless it is one entry. The blocks grow
     by three standard deviations of the divided rows, ``6 sqrt(K/P) (P-1)`` words if all are.
     P - 1 + log2(P) latencies. Compute: a sort of K entries on each owner, about 10 passes over the
     entries, and a few over n / 32 words.
@@ -84,9 +84,10 @@ def row_topk(density: float, *, row_axis: int = -1, codec: Codec | None = None) 
       that found no slot, and entries that the codec left out.
 
     Raises:
-      ValueError: a density outside (0, 1]; at ``init``, a layer of two or more dimensions without
-        such an axis; at ``reduce``, a selection from a vector of another length than the layout's,
-        or an axis that is not bound.
+      ValueError: a density outside (0, 1].
+      ValueError: at ``init``, a layer of two or more dimensions without such an axis.
+      ValueError: at ``reduce``, a selection from a vector of another length than the layout's, or
+        an axis that is not bound.
 
     References:
       Ming et al., ADTopk, HPDC 2024, sections 4.4 and 6.2, which leave a scalable exchange of

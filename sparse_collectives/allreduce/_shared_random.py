@@ -42,7 +42,8 @@ def shared_random(density: float, *, seed: int = 0) -> SparseAllreduce:
       A :class:`SparseAllreduce` with ``full_sums``. Its total is a PaddedCOO of k slots.
 
     Raises:
-      ValueError: an argument out of its range; at ``reduce``, an axis that is not bound.
+      ValueError: an argument out of its range.
+      ValueError: at ``reduce``, an axis that is not bound.
 
     References:
       Baioumy, Cheema, `SPARTA <https://openreview.net/forum?id=stFPf3gzq1>`_, 2025.

@@ -63,7 +63,8 @@ def spardl(density: float, *, codec: Codec | None = None) -> SparseAllreduce:
       message (a block has room for four standard deviations), and entries that the codec left out.
 
     Raises:
-      ValueError: a density outside (0, 1]; at ``reduce``, an axis that is not bound.
+      ValueError: a density outside (0, 1].
+      ValueError: at ``reduce``, an axis that is not bound.
 
     References:
       Zhao et al., `SparDL: Distributed Deep Learning Training with Efficient Sparse

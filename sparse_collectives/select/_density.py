@@ -104,8 +104,9 @@ def strict_density(schedule: DensitySchedule, maximum: float) -> DensitySchedule
       A function of the step count, for :func:`scheduled`.
 
     Raises:
-      ValueError: a density that is known now, or a constant that is known when the schedule
-        is traced, is out of range; or ``maximum`` is out of (0, 1].
+      ValueError: a density that is known now, or a constant that is known when the schedule is
+        traced, is out of range.
+      ValueError: or ``maximum`` is out of (0, 1].
       TypeError: ``schedule`` is not a function.
 
     Example:

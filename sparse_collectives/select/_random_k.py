@@ -35,7 +35,8 @@ def random_k(density: float, *, seed: int = 0, axis: AxisName | None = None) -> 
       same size start at different numbers. ``info.threshold`` is 0.
 
     Raises:
-      ValueError: an argument is out of its range; at ``select``, an axis that is not bound.
+      ValueError: an argument is out of its range.
+      ValueError: at ``select``, an axis that is not bound.
 
     Cost: O(k log n): about six rounds of arithmetic for each draw and no pass over n
     entries, but two over n / 32 words to put the indices in order.

@@ -55,8 +55,9 @@ def collective_of(eqn: Any, axes: Mapping[Any, int], scope: Scope) -> Collective
     ``axes`` has the sizes of the mesh axes that are bound around it.
 
     Raises:
-      ValueError: a collective that is not in the table above, or one whose
-        volume depends on data; an exchange over MPI; an axis that is not bound.
+      ValueError: a collective that is not in the table above, or one whose volume depends on data.
+      ValueError: an exchange over MPI.
+      ValueError: an axis that is not bound.
     """
     name = eqn.primitive.name
     # If a pair starts and awaits an exchange, the start holds all that matters.

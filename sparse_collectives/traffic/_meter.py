@@ -160,10 +160,10 @@ def of_traced(
         with the fewest.
 
     Raises:
-      ValueError: a name of `frequencies` fits nothing, or its weights do not fit
-        the branches; a loop holds collectives and its trip count is unknown; the
-        volume of a collective depends on data, or the meter has no rule for it; the
-        program has an exchange over MPI.
+      ValueError: a name of `frequencies` fits nothing, or its weights do not fit the branches.
+      ValueError: a loop holds collectives and its trip count is unknown.
+      ValueError: the volume of a collective depends on data, or the meter has no rule for it.
+      ValueError: the program has an exchange over MPI.
       TypeError: `traced` is not a traced program.
     """
     if conditional not in ("worst", "best"):

@@ -27,10 +27,10 @@ def use_direct_messages(use: bool = True) -> None:
 
     Every program then sends small sums and gathers directly to the workers that need them, in one
     or two exchanges, instead of in a ring of ``2 (P-1)`` messages that wait for each other. (What
-    JAX has compiled is dropped.) Over links of 100 Mbit/s and 50 ms, a step of ``sparse_adamw``
-    with four workers took 0.48 s instead of 1.31 s, and with ``every=10`` 68 ms instead of 120 ms
-    (one run of a model with n = 1.08M; ``python -m benchmarks.network.sums`` measures the sums
-    alone). Leave it off within a data center, since a sum of one number is slower with it there.
+    JAX has compiled is dropped.) Four workers over links of 100 Mbit/s and 50 ms took a step of
+    ``sparse_adamw`` in 0.48 s instead of 1.31 s (one run, n = 1.08M). With ``every=10`` it was 68
+    ms instead of 120 ms. ``python -m benchmarks.network.sums`` measures the sums alone. Leave it
+    off within a data center, since a sum of one number is slower with it there.
 
     Call it once, before the first step, and in all processes alike: processes that disagree wait
     for each other without end. It is for meshes of CPUs, whose processes communicate over Gloo. GPU

@@ -41,8 +41,8 @@ def ok_topk(
     allgather, or ``(2 + 6 / sqrt(m)) k (P-1)/P`` if that is less (in the split for selections of
     k slots only). The global threshold takes ``7 / sqrt(m) k (P-1)/P``, if that is at most 0.2 k
     or 4,096 words. Otherwise, and in addition in about P of 2,000 steps, it takes at most
-    0.2 k (P-1)/P (but at least 248 (P-1)/P), and the balancing takes nothing or, if chance made a
-    region large, ``4 sqrt(m)``, at the extreme 2 k (P-1)/P. Except at the extreme this is within
+    0.2 k (P-1)/P, but at least 248 (P-1)/P. The balancing takes nothing or, if chance made a region
+    large, ``4 sqrt(m)``, at the extreme 2 k (P-1)/P. Except at the extreme this is within
     the paper's bound of 6 k (P-1)/P from about m = 90 on (``docs/architecture.md`` has a table);
     the lower bound is 2 k (P-1)/P (Theorem 3.1). Latency: three collectives in most steps, and five
     to ten small ones more in the others.
@@ -105,8 +105,9 @@ def ok_topk(
       in ``undelivered``, and ``overflow`` also counts the entries for which the codec had no room.
 
     Raises:
-      ValueError: an argument out of its range; at ``reduce``, an axis that is not
-        bound, or a state made for another size or number of workers.
+      ValueError: an argument out of its range.
+      ValueError: at ``reduce``, an axis that is not bound, or a state made for another size or
+        number of workers.
 
     References:
       Li and Hoefler, `Near-Optimal Sparse Allreduce for Distributed Deep

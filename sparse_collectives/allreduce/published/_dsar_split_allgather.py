@@ -57,7 +57,8 @@ def dsar_split_allgather(
       A :class:`SparseAllreduce` with a :class:`StepState`; its total is ``f[n]``.
 
     Raises:
-      ValueError: an argument out of its range; at ``reduce``, an axis that is not bound.
+      ValueError: an argument out of its range.
+      ValueError: at ``reduce``, an axis that is not bound.
 
     References:
       Renggli et al., `SparCML <https://doi.org/10.1145/3295500.3356222>`_, SC 2019.

@@ -15,9 +15,9 @@ from sparse_collectives.transport import _dispatch
 def gtopk(density: float, *, codec: Codec | None = None) -> SparseAllreduce:
     r"""The sparse allreduce of gTop-k, for any number of workers.
 
-    At level l of a binomial tree (l = 0, 1, ...) worker w with w mod 2^(l+1) = 2^l
-    sends its selection to worker w - 2^l, which adds it to its own and continues with
-    the k largest of the sum:
+    The workers form a binomial tree with levels l = 0, 1, ... A worker w with
+    w mod 2^(l+1) = 2^l sends its selection to worker w - 2^l. That worker adds it to its
+    own and continues with the k largest of the sum:
 
     .. math:: (a, b) \mapsto Topk(a + b), \quad k = \max(1, round(density \cdot n))
 
@@ -49,7 +49,8 @@ def gtopk(density: float, *, codec: Codec | None = None) -> SparseAllreduce:
       entries that the codec left out of the message of this worker.
 
     Raises:
-      ValueError: a density outside (0, 1]; at ``reduce``, an axis that is not bound.
+      ValueError: a density outside (0, 1].
+      ValueError: at ``reduce``, an axis that is not bound.
 
     References:
       Shi et al., `A Distributed Synchronous SGD Algorithm with Global Top-k

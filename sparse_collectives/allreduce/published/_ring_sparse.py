@@ -54,7 +54,8 @@ def ring_sparse(
       ``slack=math.inf, fill=math.inf`` everything is delivered, whatever the indices are.
 
     Raises:
-      ValueError: an argument out of its range; at ``reduce``, an axis that is not bound.
+      ValueError: an argument out of its range.
+      ValueError: at ``reduce``, an axis that is not bound.
 
     References:
       Renggli et al., `SparCML <https://doi.org/10.1145/3295500.3356222>`_, SC 2019.

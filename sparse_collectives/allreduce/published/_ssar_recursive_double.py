@@ -50,7 +50,8 @@ def ssar_recursive_double(
       with ``P c`` or ``capacity`` slots, or ``f[n]`` if that takes fewer words.
 
     Raises:
-      ValueError: an argument out of its range; at ``reduce``, an axis that is not bound.
+      ValueError: an argument out of its range.
+      ValueError: at ``reduce``, an axis that is not bound.
 
     References:
       Renggli et al., `SparCML <https://doi.org/10.1145/3295500.3356222>`_, SC 2019.

@@ -51,10 +51,11 @@ def sidco(
 ) -> Selector:
     r"""Selects by the threshold of a distribution fitted in stages.
 
-    With the mean :math:`\mu` and the variance :math:`\sigma^2` of the excess over the previous
-    threshold, a stage of density d raises the threshold by :math:`-\mu \log d` (exponential) or by
-    :math:`\beta (d^{-\xi} - 1) / \xi` with :math:`\xi = (1 - \mu^2 / \sigma^2) / 2` and
-    :math:`\beta = \mu (1 + \mu^2 / \sigma^2) / 2` (generalized Pareto). Zeros are never selected.
+    The excess over the previous threshold has the mean :math:`\mu` and the variance
+    :math:`\sigma^2`. With the exponential distribution a stage of density d raises the threshold
+    by :math:`-\mu \log d`. With the generalized Pareto distribution it raises it by
+    :math:`\beta (d^{-\xi} - 1) / \xi`, where :math:`\xi = (1 - \mu^2 / \sigma^2) / 2` and
+    :math:`\beta = \mu (1 + \mu^2 / \sigma^2) / 2`. Zeros are never selected.
 
     NaN and infinity are left out of the fits, are always selected, and count for the
     controller. The threshold is never above the largest finite magnitude, so at least
