@@ -198,7 +198,7 @@ def _with_one_nan(total: PaddedCOO | jax.Array) -> PaddedCOO | jax.Array:
     may differ.
     """
     if isinstance(total, PaddedCOO):
-        return total._replace(values=_with_one_nan(total.values))
+        return PaddedCOO(_with_one_nan(total.values), total.indices, total.size)
     return jnp.where(jnp.isnan(total), jnp.full_like(total, jnp.nan), total)
 
 
