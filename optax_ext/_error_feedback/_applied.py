@@ -169,10 +169,12 @@ def withhold(
       The total, the undelivered entries of this worker, and ``i32[]``, how many were taken out.
     """
     none = jnp.zeros((), jnp.int32)
+    if isinstance(total, PaddedCOO):
+        if policy == "propagate":
+            total = PaddedCOO(_with_one_nan(total.values), total.indices, total.size)
+        return total, undelivered, none
     if policy == "propagate":
         return _with_one_nan(total), undelivered, none
-    if isinstance(total, PaddedCOO):
-        return total, undelivered, none
     dense = total
     finite = jnp.isfinite(dense)
 
@@ -191,15 +193,13 @@ def withhold(
     return total, undelivered, jnp.sum(~finite, dtype=jnp.int32)
 
 
-def _with_one_nan(total: PaddedCOO | jax.Array) -> PaddedCOO | jax.Array:
-    """The total with NaN in one form.
+def _with_one_nan(values: jax.Array) -> jax.Array:
+    """The values with NaN in one form.
 
     A sum of two NaN has the sign of one of them, by the order of the operands, in which the workers
     may differ.
     """
-    if isinstance(total, PaddedCOO):
-        return PaddedCOO(_with_one_nan(total.values), total.indices, total.size)
-    return jnp.where(jnp.isnan(total), jnp.full_like(total, jnp.nan), total)
+    return jnp.where(jnp.isnan(values), jnp.full_like(values, jnp.nan), values)
 
 
 def limit_at(limit: optax.ScalarOrSchedule | None, count: jax.Array) -> jax.Array | None:
