@@ -54,8 +54,7 @@ def sharding_of(params: Any, axis: AxisName) -> Sharding:
     """The sharding of ``params`` over the axes besides ``axis``; unsharded if they carry none.
 
     Raises:
-      ValueError: a leaf without a sharding among others.
-      ValueError: see also :func:`of_specs`.
+      ValueError: a leaf without a sharding among others, or as :func:`of_specs`.
     """
     leaves = jax.tree.leaves(params)
     places: list[_Place] = list(filter(None, map(_compat.fact_of, leaves)))

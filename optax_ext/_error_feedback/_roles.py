@@ -89,8 +89,7 @@ def declared(cls: _T) -> _T:
     """Registers a class of states, each of whose fields is annotated with a role.
 
     Raises:
-      TypeError: a field has no role.
-      TypeError: static fields of a dataclass need none.
+      TypeError: a field has no role, and is no static field of a dataclass.
     """
     fields = {}
     for name, hint in get_type_hints(cls, include_extras=True).items():

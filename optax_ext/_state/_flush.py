@@ -38,7 +38,7 @@ def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
         optimizer after the allreduce instead).
       ValueError: a transformation follows the optimizer in its chain, such as a mask that freezes
         leaves, which would be left out.
-      ValueError: and as :func:`consolidate`.
+      ValueError: as :func:`consolidate`.
 
     Example:
       >>> import jax.numpy as jnp, optax_ext

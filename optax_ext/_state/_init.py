@@ -58,7 +58,7 @@ def init_state(
         unevenly.
       ValueError: an optimizer follows a whole optimizer, as in ``optax.chain(sparse_adamw(...),
         optax.adamw(...))``, which trains uphill.
-      ValueError: see :func:`state_specs`.
+      ValueError: as :func:`state_specs`.
       TypeError: ``tx`` is not a transformation, or ``mesh`` is not a mesh.
 
     Example:

@@ -49,8 +49,8 @@ class Chosen:
         key of ``jax.random``.
 
         Raises:
-          ValueError: such an argument holds the optimizer's state or the parameters.
-          ValueError: another one might be examples too.
+          ValueError: an argument of ``examples`` holds the optimizer's state or the parameters.
+          ValueError: another argument might be examples too.
           ValueError: arguments of ``examples`` that are missing, or nothing but keys.
         """
         at = self._at

@@ -83,9 +83,7 @@ class Training:
 
     Raises:
       ValueError: ``tx`` has a state that cannot be handed over, such as ``local_steps``.
-      ValueError: ``save_every`` without a folder.
-      ValueError: an argument out of range.
-      ValueError: ``params`` that are not finite.
+      ValueError: an argument out of range or without its pair, or ``params`` that are not finite.
       RuntimeError: the job has a training already.
 
     Cost: a second copy of parameters and optimizer state, because a failed step must not have
@@ -192,8 +190,7 @@ class Training:
           the loss as in :func:`optax_ext.make_train_step`. It ends early if this worker leaves.
 
         Raises:
-          RuntimeError: this process can't take part.
-          RuntimeError: another process has its number.
+          RuntimeError: this process can't take part, or another process has its number.
           RuntimeError: parameters of workers differ.
           RuntimeError: a step fails again and again with the same workers.
           TimeoutError: no step for ``give_up`` seconds.

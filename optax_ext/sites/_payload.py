@@ -36,7 +36,7 @@ def unpack(data: bytes, key: bytes | None, **wanted: Any) -> tuple[dict[str, Any
 
     Raises:
       PayloadError: it is cut off, damaged, of another format, or not signed with the key.
-      PayloadError: or a value of its header is not the wanted one.
+      PayloadError: a value of its header is not the wanted one.
     """
     start = len(_MAGIC) + _LENGTH.size
     if not data.startswith(_MAGIC) or len(data) < start + _TAG:

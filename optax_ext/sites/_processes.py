@@ -18,8 +18,7 @@ def of_first(function: Callable[[], _T]) -> _T:
     """The result of a function that the first process calls, on all processes.
 
     Raises:
-      RuntimeError: it failed, on all other processes.
-      RuntimeError: the first one raises its own error.
+      RuntimeError: it failed, on all other processes. The first one raises its own error.
     """
     if jax.process_count() == 1:
         return function()

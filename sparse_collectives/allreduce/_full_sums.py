@@ -39,8 +39,9 @@ def full_sums(inner: SparseAllreduce) -> SparseAllreduce:
 
     Raises:
       TypeError: ``inner`` is not a :class:`SparseAllreduce`.
-      ValueError: ``inner`` has full sums itself, or scatters its vectors.
-      ValueError: for the latter write ``hierarchical(inner_axis=..., outer=full_sums(...))``.
+      ValueError: ``inner`` has full sums itself.
+      ValueError: ``inner`` scatters its vectors. Write ``hierarchical(inner_axis=...,
+        outer=full_sums(...))`` instead.
     """
     if not isinstance(inner, SparseAllreduce):
         raise TypeError(

@@ -106,7 +106,7 @@ def strict_density(schedule: DensitySchedule, maximum: float) -> DensitySchedule
     Raises:
       ValueError: a density that is known now, or a constant that is known when the schedule is
         traced, is out of range.
-      ValueError: or ``maximum`` is out of (0, 1].
+      ValueError: ``maximum`` is out of (0, 1].
       TypeError: ``schedule`` is not a function.
 
     Example:

@@ -18,7 +18,6 @@ MOMENTS = (
     ("the same at a learning rate of 0.02", "text", 0.02),
     ("images, 600 steps: points of accuracy below", "images-adamw", None),
 )
-SEEDS = 3
 # After a learning rate that is the smallest or the largest of those that were tried.
 END = " (end)"
 
@@ -29,7 +28,7 @@ class Best(NamedTuple):
     Attributes:
       name: its name in the benchmark.
       shown: its name in the manual.
-      rate: with the lowest mean, of the learning rates that most seeds were run with.
+      rate: with the best mean, of the learning rates that most seeds were run with.
       edge: whether it is the smallest or the largest of more than two that were tried.
       runs: one for each seed.
     """
@@ -51,9 +50,14 @@ class Best(NamedTuple):
         return [100 * (run["value"] / theirs[run["seed"]] - 1) for run in self.runs]
 
 
-def best_runs(names: dict[str, str], file: str, **wanted: Any) -> list[Best]:
-    """The contestants of these names, with names to show, as far as there are such runs."""
-    found = []
+def best_runs(
+    names: dict[str, str], file: str, *, large: bool = False, **wanted: Any
+) -> list[Best]:
+    """The contestants of these names, with names to show, as far as there are such runs.
+
+    The best value is the smallest one, or with ``large`` the largest.
+    """
+    found, choose = [], max if large else min
     for name, shown in names.items():
         of_rate: dict[float, list[dict[str, Any]]] = {}
         for run in runs(file, contestant=name, **wanted):
@@ -66,7 +70,7 @@ def best_runs(names: dict[str, str], file: str, **wanted: Any) -> list[Best]:
                 for rate, at in of_rate.items()
                 if len(at) == most
             }
-            rate = min(means, key=lambda rate: means[rate])
+            rate = choose(means, key=lambda rate: means[rate])
             # Both of two are at an end.
             edge = len(of_rate) > 2 and rate in (min(of_rate), max(of_rate))
             found.append(Best(name, shown, rate, edge, of_rate[rate]))
@@ -99,30 +103,18 @@ def losses_by_bytes(width: int = 32) -> list[Best]:
 
 def table_workers_apart() -> Rows:
     """Workers with examples of their own: the best learning rate, and how much worse than dense."""
-    rows = []
+    rows, file = [], "learning_apart.jsonl"
     for task, shown in LABELS["workers_apart_tasks"].items():
-        large, unit = KINDS[task].large, " points" if KINDS[task].large else " %"
-        sign = -1 if large else 1
-        found = {}
-        for name in LABELS["workers_apart"]:
-            by_rate: dict[float, list[dict[str, Any]]] = {}
-            for run in runs("learning_apart.jsonl", task=task, contestant=name):
-                by_rate.setdefault(run["rate"], []).append(run)
-            whole = [x for x in by_rate.values() if len(x) == SEEDS]
-            found[name] = min(
-                whole, key=lambda x: sign * statistics.mean(run["value"] for run in x)
-            )
-        dense = found["dense"]
-        for name, label in LABELS["workers_apart"].items():
-            pairs = zip(found[name], dense, strict=True)
-            worse = [
-                100 * (b["value"] - a["value"] if large else a["value"] / b["value"] - 1)
-                for a, b in pairs
-            ]
-            mean = statistics.mean(run["value"] for run in found[name])
-            value = f"{100 * mean:.1f} %" if large else f"{mean:.3f}"
-            by = "" if name == "dense" else f"{statistics.mean(worse):.1f}{unit} ({max(worse):.1f})"
-            rows.append([shown, label, value, by])
+        large = KINDS[task].large
+        dense, *others = best_runs(LABELS["workers_apart"], file, large=large, task=task)
+        value = "{:.1%}" if large else "{:.3f}"
+        rows.append([shown, dense.shown, value.format(dense.mean).replace("%", " %"), ""])
+        for one in others:
+            pairs = zip(one.losses, dense.losses, strict=True)
+            points = [100 * (theirs - ours) for ours, theirs in pairs]
+            worse, unit = (points, "points") if large else (one.above(dense), "%")
+            by = f"{statistics.mean(worse):.1f} {unit} ({max(worse):.1f})"
+            rows.append([shown, one.shown, value.format(one.mean).replace("%", " %"), by])
     return blank_repeats(rows)
 
 

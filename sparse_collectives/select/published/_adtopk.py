@@ -45,7 +45,7 @@ def adtopk(density: float, *, row_axis: int = -1) -> Selector:
 
     Raises:
       ValueError: density is not in (0, 1].
-      ValueError: or, at ``init``, a layer of two or more dimensions has no such axis.
+      ValueError: at ``init``, a layer of two or more dimensions has no such axis.
 
     Cost: two passes over n entries, 16 over n / 16 group maxima and 31 over about
     ``2 k`` slots, O(k log n); 33 more over a layer in the rare miss. An axis that
