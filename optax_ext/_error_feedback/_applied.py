@@ -41,9 +41,8 @@ def mean_of(
       entries that are too large for their leaves.
     """
     workers, shards = transport.axis_size(axis), transport.axis_size(shard_axis)
-    narrow = narrows(layout)
+    narrow, whole = narrows(layout), not rounds(layout, limit)
     saturated = jnp.zeros((), jnp.int32)
-    whole = not narrow and limit is None
 
     def applied(mean, index):
         """The applied and the unapplied part of the mean, and how many entries saturate."""
@@ -86,6 +85,11 @@ def _limited(mean: jax.Array, limit: jax.Array | None) -> jax.Array:
         return mean
     beyond = mean - jnp.clip(mean, -limit, limit)
     return jnp.where(jnp.isfinite(mean), mean - 0.75 * beyond, mean)
+
+
+def rounds(layout: _layout.TreeLayout, limit: Any) -> bool:
+    """Whether a part of a mean may be left for the residuals of all workers."""
+    return limit is not None or narrows(layout)
 
 
 def narrows(layout: _layout.TreeLayout) -> bool:

@@ -16,9 +16,9 @@ POLICIES = ("skip", "drop", "raise", "propagate")
 # Those by which a step takes place as a whole, or not at all.
 SKIPS = ("skip", "raise")
 
-# The bound on increments if a worker may keep partial sums of what others sent. At an index the
-# residuals of all P workers then grow by less than P times this in a step, and none reaches 2^128,
-# where float32 overflows, within 2^25 / P steps.
+# The bound on increments if a worker may keep parts of what others sent. At an index the residuals
+# of all P workers then grow by less than P times this in a step, and none reaches 2^128, where
+# float32 overflows, within 2^25 / P steps.
 LARGEST = 2.0**103
 
 # The bound on gradients for transformations that sum their squares, so that the sums stay finite.
@@ -41,7 +41,7 @@ class Pending(NamedTuple):
     """
 
     residual: Any
-    decay: float
+    decay: float | jax.Array
     increment: jax.Array
     velocity: Any
     old_velocity: Any
@@ -53,7 +53,8 @@ class Pending(NamedTuple):
         """Arrays to check, each with the bound that its magnitudes must stay below."""
         if self.seen is not None:
             return ((self.seen[0], LARGEST_GRADIENT),)
-        residual = self.residual if self.decay == 1.0 else self.decay * self.residual
+        unchanged = isinstance(self.decay, float) and self.decay == 1.0
+        residual = self.residual if unchanged else self.decay * self.residual
         accumulated = residual + self.increment
         finite = accumulated, float("inf")
         return (finite, (self.increment, LARGEST)) if self.bounded else (finite,)
@@ -177,8 +178,8 @@ def _raise(finite: Any, step: Any) -> None:
         return
     raise FloatingPointError(
         f"step {int(step)}: the gradient of some worker, or its sum with the residual, is not "
-        "finite (or the gradient is 1e31 or more, if the allreduce may_keep_partial_sums, or 9e18 "
-        "or more in sparse_adamw and sparse_sgd). "
+        "finite (or the gradient is 1e31 or more, with a limit, 16-bit leaves, or an allreduce that "
+        "may_keep_partial_sums, or 9e18 or more in sparse_adamw and sparse_sgd). "
         "jax.debug_nans finds its origin; nonfinite='skip' skips such steps, and nonfinite='drop' "
         "drops such entries."
     )

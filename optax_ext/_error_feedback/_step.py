@@ -211,19 +211,30 @@ class ErrorFeedback:
             increment, old = increment[None], velocity
             if self.correction is not None and increment.size:
                 velocity, increment = self.correction.update(velocity, increment)
-            decay = self.options.residual.decay
             looked_at = next(seen, None) if increment.size else None
             return Pending(residual, decay, increment, velocity, old, bounded, looked_at)
 
         def own(value):
             return jax.tree.map(lambda x: _owner.own(x, state.owner, self.options.axis), value)
 
-        residual, bounded = own(_residual.load(state.residual)), self.exchange.may_keep_partial_sums
+        decay = self._decay(state.count)
+        # Besides partial sums, each worker keeps what the leaves or the limit leave of a mean.
+        bounded = self.exchange.may_keep_partial_sums or _applied.rounds(
+            layout, self.options.limit
+        )
+        residual = own(_residual.load(state.residual))
         parts = [part(residual, loaded.sparse, own(state.velocity), bounded)]
         if layout.dense_size:
             nothing = jnp.zeros((), jnp.float32)
             parts.append(part(nothing, loaded.dense, own(state.dense_velocity)))
         return parts
+
+    def _decay(self, count: jax.Array) -> float | jax.Array:
+        """The factor on the residual if step ``count`` proceeds."""
+        decay, is_exchange = self.options.residual.decay, self._is_due(count, self._is_dense(count))
+        if decay == 1.0 or is_exchange is None:
+            return decay
+        return jnp.where(is_exchange, jnp.float32(decay), 1.0)
 
     def _is_dense(self, count: jax.Array) -> jax.Array | None:
         """``bool[]``, whether step ``count`` is dense; None if no step is."""

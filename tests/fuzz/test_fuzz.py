@@ -257,7 +257,13 @@ def check_conserved(
         if after.settings.shard_axis:
             # Such a sum of a node is also beyond it, whatever the residual.
             finite = finite & (np.abs(summed_up) <= largest) & (np.abs(increment) <= largest)
-        if configuration.keeps_others and configuration.policy != "propagate":
+        # Of a limited or a rounded mean every worker keeps a part, too.
+        rounds = not isinstance(after.limit, tuple) or any(
+            shape.dtype != jnp.float32
+            for shape, is_dense in zip(jax.tree.leaves(update), layout.dense, strict=True)
+            if not is_dense
+        )
+        if (configuration.keeps_others or rounds) and configuration.policy != "propagate":
             large = np.abs(increment) >= LARGEST
             assert configuration.policy == "drop" or not large.any(), "a step was not skipped"
             finite = finite & ~large

@@ -6,7 +6,9 @@ tests/fuzz checks with gradients of this size that nothing is lost and skipped s
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import optax_ext
@@ -156,3 +158,30 @@ def test_allreduces_that_do_not_say_so_keep_none_of_others():
 
     for name, each in (*CASES.items(), *LOSSY.items()):
         assert each.may_keep_partial_sums or not others(each), name
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+@pytest.mark.parametrize("policy", ["skip", "drop"])
+def test_a_part_of_a_limited_or_rounded_mean_does_not_overflow(dtype, policy):
+    """Every worker keeps a part of the mean, also one whose residual has the other sign."""
+    options = {"limit": 1e35, "local": optax.scale(-1.0)} if dtype is np.float32 else {}
+    given = gradients(7, 0).astype(dtype)
+    given = np.where(np.isfinite(given), given, np.sign(given) * 3.38e38).astype(dtype)
+    _, residuals, counters = trained("topk_a", given, nonfinite=policy, **options)
+    assert np.isfinite(residuals).all()
+    large = (np.abs(given.astype(np.float32)) >= BOUND).sum((1, 2))
+    if policy == "drop":
+        assert counters.dropped[:, 0].tolist() == np.cumsum(large).tolist()
+    else:
+        assert counters.skipped[:, 0].tolist() == np.cumsum(large > 0).tolist()
+
+
+def test_a_local_step_that_overflows_is_left_out_whatever_the_decay():
+    """The decay is applied at exchanges only, so it does not make room for a local step."""
+    decay = optax_ext.residual(decay=0.5)
+    options = {"every": 3, "residual": decay, "local": optax.scale(-1.0)}
+    given = np.full((3, 2, SIZE), 0.6 * LARGEST, np.float32)
+    given[1, 1] = 0.1 * LARGEST
+    _, residuals, counters = trained("topk_a", given, **options)
+    assert counters.missed[:, :, 0].tolist() == [[0, 0], [1, 0], [1, 0]]
+    np.testing.assert_array_equal(residuals[1], [-given[0, 0], -given[0, 1] - given[1, 1]])
