@@ -30,7 +30,7 @@ def last_loss(names):
 
 
 def test_the_page_shows_the_lines_that_it_counts():
-    shows_the_lines_that_it_counts("clients")
+    shows_the_lines_that_it_counts("clients", 6)
 
 
 @pytest.mark.parametrize(

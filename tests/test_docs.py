@@ -186,7 +186,7 @@ def test_the_planner_prints_what_is_said_of_it(page, capsys):
     assert plan(shlex.split((found[1] or found[2]).replace("\\\n", " "))) == 0
     printed = capsys.readouterr().out
     if page == "README.md":
-        assert "As a whole optimizer sparse_adamw" in printed
+        assert "Optimizer: sparse_adamw" in printed
         assert "Use partitioned_topk(few)" in printed
     else:
         # Three points stand for rows of a table.
@@ -206,7 +206,7 @@ def test_the_readme_recommends_nothing_else():
 
 
 def expressions():
-    """The expressions of whole optimizers and chains, and of the systems' selectors."""
+    """The expressions of complete optimizers and chains, and of the systems' selectors."""
     found = recommended(RECOMMENDATIONS)
     pattern = r"^\| [^|]+ \| `(optax_ext\.topk_a\(.*sc\.select\.published\.(\w+)\(.*)` \|$"
     systems = re.findall(pattern, text_of("docs/selectors.md"), re.MULTILINE)

@@ -5,6 +5,8 @@ The demo, train_digits.py, reports on made-up runs and on real ones.
 
 import json
 import re
+import subprocess
+import sys
 from unittest.mock import Mock
 
 import matplotlib.pyplot as plt
@@ -61,6 +63,23 @@ def test_notebook_runs_and_prints_what_it_shows(capsys):
     dense, kept, forgotten = (losses[-20:].mean() for losses, _ in names["runs"].values())
     assert dense < kept < 2 * dense
     assert forgotten > 1.3 * kept
+
+
+@pytest.mark.slow
+def test_two_sites_train_together(tmp_path):
+    program, names = EXAMPLES / "two_sites.py", ("berlin", "paris")
+    command = [sys.executable, program, tmp_path / "store"]
+    running = [
+        subprocess.Popen([*command, name, "--rounds", "8"], stdout=subprocess.PIPE, text=True)
+        for name in names
+    ]
+    for name, process in zip(names, running, strict=True):
+        lines = process.communicate()[0].splitlines()
+        assert process.returncode == 0
+        found = [re.fullmatch(rf"{name}, round (\d) of (.*): accuracy (.*)", x) for x in lines]
+        assert [x[1] for x in found] == [str(i) for i in range(1, 9)]
+        assert {x[2] for x in found} == {"berlin, paris"}
+        assert float(found[-1][3]) > 0.85
 
 
 def test_list_of_examples_is_whole():

@@ -22,7 +22,7 @@ Exchange = Callable[[float], SparseAllreduce]
 
 
 class Contestant(NamedTuple):
-    """A way to exchange gradients, or a whole optimizer.
+    """A way to exchange gradients, or a complete optimizer.
 
     Attributes:
       make: ``make(density, axis, rate=, selector=)``, which ignores the arguments that it does not

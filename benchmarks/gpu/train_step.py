@@ -29,7 +29,7 @@ from ..training._small_models import affine
 
 AXIS = "data"
 BASE = "AdamW alone"
-# The contestant for each name; a whole optimizer has its own density.
+# The contestant for each name; a complete optimizer has its own density.
 NAMES = {
     "dense, AdamW": "dense/leaves/adamw",
     "sparse_adamw": "sparse_adamw",

@@ -1,6 +1,6 @@
 """The ways to train: over simulated workers (learning rate, steps), and over links (learning rate).
 
-A neighbor of a default is the whole optimizer of a task with other options in its name.
+A neighbor of a default is the complete optimizer of a task with other options in its name.
 """
 
 import argparse
@@ -167,7 +167,7 @@ def over_links() -> dict[str, dict[str, Make]]:
     """The contestants of JAX, by experiment and by name."""
 
     def made(name: str) -> Make:
-        # A whole optimizer has a density of its own.
+        # A complete optimizer has a density of its own.
         density = None if find(name).whole else DENSITY
         return lambda rate: optimizer(f"{name}/adamw", density, AXIS, rate)
 

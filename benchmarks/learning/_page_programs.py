@@ -1,11 +1,11 @@
-"""The programs of docs/clients.md and docs/more_clients.md, before and after their changes."""
+"""The programs of docs/clients.md and docs/gallery.md, before and after their changes."""
 
 import re
 from typing import Any, NamedTuple
 
 from .._common.processes import ROOT
 
-PAGES = ("clients", "more_clients")
+PAGES = ("clients", "gallery")
 _CALL = r"\((?:[^()]|\([^()]*\))*\)"
 _PLAIN, _SPARSE = (
     re.compile(rf"(?<!\w){names}{_CALL}")

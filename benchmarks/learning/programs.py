@@ -4,7 +4,7 @@
     python -m benchmarks.learning.programs --only LoRA --factors 1 3 --densities 0.2
     python -m benchmarks.learning.programs --exchanges before after
 
-The programs of docs/more_clients.md run as they stand there, before and after the change, and with
+The programs of docs/gallery.md run as they stand there, before and after the change, and with
 other exchanges before the optimizer of the original: `dense`, `powersgd(2)` and `quantized`. A seed
 determines the parameters and the examples of a batch. ``--factors`` multiply the learning rates,
 and each of ``--densities`` adds the page's optimizer with another density.

@@ -26,7 +26,7 @@ from .._common.display import show_rows
 from .._common.processes import in_new_process
 
 AXIS = "workers"
-# The contestant for each name; a whole optimizer has its own density.
+# The contestant for each name; a complete optimizer has its own density.
 NAMES = {"dense, AdamW": "dense/leaves/adamw", "sparse_adamw": "sparse_adamw"}
 NAMES |= {"ok_topk_sgd": "ok_topk_sgd"}
 DENSITY = 0.01

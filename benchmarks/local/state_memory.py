@@ -40,7 +40,7 @@ def measure(name: str, density: float, shapes: list[tuple[int, ...]]) -> dict:
         shape, names = (NODES, DEVICES), ("node", "device")
     axis = names if len(names) > 1 else names[0]
     if contestant.endswith("adamw"):
-        # Whole optimizers have a density of their own.
+        # Complete optimizers have a density of their own.
         tx = optimizer(contestant, None, axis)
     else:
         tx = find(contestant).make(None if contestant == "sparse_sgd" else density, axis)

@@ -23,7 +23,7 @@ from .._common import contestants, display, namespaces, options, timing
 from .._common.worker import Stepper, barrier
 from ._workers import all_of, counted, groups, in_turns
 
-# The contestant for each name; AdamW follows an exchange that is not a whole optimizer.
+# The contestant for each name; AdamW follows an exchange that is not a complete optimizer.
 METHODS = {"dense": "dense/leaves", "ok_topk": "ok_topk", "sparse_adamw": "sparse_adamw"}
 LAYOUTS = ("fsdp", "tensor")
 

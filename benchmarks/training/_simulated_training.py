@@ -47,9 +47,9 @@ class Task(NamedTuple):
 class Variant(NamedTuple):
     """A way to train."""
 
-    # Averages the gradients over AXIS on each worker, or is a whole optimizer.
+    # Averages the gradients over AXIS on each worker, or is a complete optimizer.
     exchange: optax.GradientTransformation
-    # Makes updates of the mean; ``optax.identity()`` after a whole optimizer.
+    # Makes updates of the mean; ``optax.identity()`` after a complete optimizer.
     optimizer: optax.GradientTransformation
 
 

@@ -178,8 +178,8 @@ def _raise(finite: Any, step: Any) -> None:
         return
     raise FloatingPointError(
         f"step {int(step)}: the gradient of some worker, or its sum with the residual, is not "
-        "finite (or the gradient is 1e31 or more, with a limit, 16-bit leaves, or an allreduce that "
-        "may_keep_partial_sums, or 9e18 or more in sparse_adamw and sparse_sgd). "
+        "finite (or the gradient is 1e31 or more, with a limit, 16-bit leaves or an allreduce "
+        "that may_keep_partial_sums, or 9e18 or more in sparse_adamw and sparse_sgd). "
         "jax.debug_nans finds its origin; nonfinite='skip' skips such steps, and nonfinite='drop' "
         "drops such entries."
     )

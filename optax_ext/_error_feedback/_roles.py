@@ -8,8 +8,8 @@
         residual: Annotated[jax.Array, SUMMED]
 
 An array has the role of the innermost declared field around it, and is :data:`SHARED` if there is
-none: other libraries' states declare nothing and are passed through. An index of a whole optimizer
-state (``_state/_index.py``) is made from these declarations, and everything that treats fields
+none: other libraries' states declare nothing and are passed through. An index of the state of an
+optimizer (``_state/_index.py``) is made from these declarations, and everything that treats fields
 differently reads them: specs, placements, resharding, handovers, rounds.
 """
 

@@ -83,7 +83,7 @@ class Settings:
       step_ahead: the share of the residual that is applied before a gradient is taken; see
         :func:`optax_ext.residual`.
       workers: P that the state was made for; 0 in a transformation, which is for any P.
-      whole: whether it is a whole optimizer, which returns updates of the parameters.
+      whole: whether it is a complete optimizer, which returns updates of the parameters.
       every: H, the steps from one exchange to the next.
       by_leaf: whether the local transformation sees whole leaves, so that its state belongs to a
         worker and not to a device.

@@ -1,4 +1,4 @@
-"""A whole optimizer: the learning rate comes before the exchange, weight decay after it."""
+"""A complete optimizer: the learning rate comes before the exchange, weight decay after it."""
 
 import math
 from typing import Any

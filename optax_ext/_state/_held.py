@@ -38,7 +38,7 @@ def held(tx: optax.GradientTransformation) -> Held:
     its own parts, in the step that has the exchange. With ``every`` above 1 and with the
     policies ``"drop"`` and ``"propagate"`` no step is skipped, and nothing is added to the program.
 
-    Cost: no message, and nothing for a whole optimizer alone. Old values stay until the new ones
+    Cost: no message, and nothing for a complete optimizer alone. Old values stay until the new ones
     are chosen: for ``chain(dense, adamw)`` XLA for CPUs accesses 9.5 n float32 more than without
     (23.5 instead of 14), 3 n of them for the check of the updates, with n more of temporary
     memory. With several reductions their residuals are chosen also.

@@ -56,8 +56,8 @@ def init_state(
       ValueError: allreduces name different axes.
       ValueError: parameters are sharded over the axis of the workers, over another mesh, or
         unevenly.
-      ValueError: an optimizer follows a whole optimizer, as in ``optax.chain(sparse_adamw(...),
-        optax.adamw(...))``, which trains uphill.
+      ValueError: an optimizer follows another one, as in ``optax.chain(sparse_adamw(...),
+        optax.adamw(...))``, which increases the loss.
       ValueError: as :func:`state_specs`.
       TypeError: ``tx`` is not a transformation, or ``mesh`` is not a mesh.
 

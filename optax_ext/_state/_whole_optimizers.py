@@ -1,9 +1,9 @@
-"""Whole optimizers, and what else is in a chain with them.
+"""Complete optimizers, and what else is in a chain with them.
 
-The updates of a whole optimizer are steps of the parameters, with learning rate and sign included.
-An optimizer that follows takes such a step for a gradient, reverses it, and trains uphill. It is
-known by the types of its states. A learning rate alone, such as ``optax.scale(-0.1)``, keeps
-nothing, as clipping does, so that nothing distinguishes it.
+The updates of a complete optimizer are steps of the parameters, with learning rate and sign
+included. An optimizer that follows takes such a step for a gradient, and reverses it, so that the
+loss increases. It is known by the types of its states. A learning rate alone, such as
+``optax.scale(-0.1)``, keeps nothing, as clipping does, so that nothing distinguishes it.
 """
 
 import dataclasses
@@ -42,13 +42,13 @@ def whole(
 
 
 def check(opt_state: Any) -> None:
-    """Checks that no optimizer in a chain takes the steps of a whole optimizer for gradients.
+    """Checks that no optimizer in a chain takes the steps of a complete optimizer for gradients.
 
     Args:
       opt_state: the state of the whole chain, or the shapes of it.
 
     Raises:
-      ValueError: moments or momentum follow a whole optimizer, or ``optax.sgd`` is next to one.
+      ValueError: moments or momentum follow a complete optimizer, or ``optax.sgd`` is next to one.
     """
     for chain in _chains(opt_state):
         found = [bool(_wholes(part)) for part in chain]
@@ -62,9 +62,9 @@ def check(opt_state: Any) -> None:
 
 def _refuse(name: str) -> None:
     raise ValueError(
-        f"tx has {name} next to sparse_adamw, sparse_sgd or ok_topk_sgd, and trains uphill. These "
-        "are whole optimizers, whose updates include the learning rate and its sign. Take one of "
-        "the two: the whole optimizer, without optax.adamw or optax.sgd in the chain; or "
+        f"tx has {name} next to sparse_adamw, sparse_sgd or ok_topk_sgd, and increases the "
+        "loss: their updates include the learning rate and its sign. Take one of the two: "
+        "sparse_adamw, for example, without optax.adamw or optax.sgd in the chain; or "
         "optax.chain(optax_ext.ok_topk(density, axis=...), optax.adamw(rate)). (Put the parts of "
         "a chain that is no optimizer, such as clipping, into the outer chain one by one.)"
     )
@@ -78,7 +78,7 @@ def _wholes(tree: Any) -> list[SparseAllreduceState]:
 
 
 def _chains(opt_state: Any) -> Iterator[tuple[Any, ...]]:
-    """The states of each ``optax.chain`` with a whole optimizer in one of its parts only."""
+    """The states of each ``optax.chain`` with a complete optimizer in one of its parts only."""
 
     def is_chain(node: Any) -> bool:
         return type(node) is tuple and 0 < sum(bool(_wholes(part)) for part in node) < len(node)
@@ -103,7 +103,7 @@ def _is_sgd(part: Any) -> bool:
 
 
 def _shares_leaves(node: Any, part: Any) -> bool:
-    """Whether moments are of some leaf that a whole optimizer in ``part`` has."""
+    """Whether moments are of some leaf that a complete optimizer in ``part`` has."""
     covered = [
         _present(jax.tree.unflatten(state.layout.treedef, state.layout.dense))
         for state in _wholes(part)

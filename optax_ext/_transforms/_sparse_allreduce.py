@@ -67,8 +67,8 @@ def sparse_allreduce(
     Allreduces that ``may_keep_partial_sums`` marks (:func:`spardl
     <sparse_collectives.allreduce.spardl>`, ``gtopk``, ``ring_sparse``, a bounded
     ``ssar_recursive_double``, and allreduces that sum in regions with a lossy codec) leave partial
-    sums of other workers' entries with a worker. With a ``limit`` or a 16-bit leaf every worker keeps
-    what is left of a mean. In these cases, a gradient of 2^103 (1e31) or more
+    sums of other workers' entries with a worker. With a ``limit`` or a 16-bit leaf every worker
+    keeps the part of a mean that is not applied. In these cases, a gradient of 2^103 (1e31) or more
     counts as not finite: at an index the residuals of all P workers then grow by less than P 2^103
     in a step, and none overflows within 2^25 / P steps. In :func:`sparse_adamw` and
     :func:`sparse_sgd` a gradient of 2^63 (9e18) or more counts as not finite. Their increments are

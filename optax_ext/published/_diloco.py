@@ -38,7 +38,7 @@ def diloco(
         message takes long. None: each leaf alone, for parameters that are sharded in a worker.
 
     Returns:
-      A whole optimizer, an ``optax.GradientTransformationExtraArgs``; see
+      An optimizer, an ``optax.GradientTransformationExtraArgs``; see
       :func:`optax_ext.local_steps`. Words: ``2 n (P-1)/P`` for each round.
 
     Example:
@@ -85,7 +85,7 @@ def streaming_diloco(
       buckets: into how many sums the leaves of each fragment are joined, as for :func:`diloco`.
 
     Returns:
-      A whole optimizer, as :func:`diloco`.
+      An optimizer, as :func:`diloco`.
 
     Example:
       >>> import optax
@@ -126,7 +126,7 @@ def sparse_loco(
       codec: the encoding of values; see :func:`sparse_collectives.allreduce.topk_a`.
 
     Returns:
-      A whole optimizer, as :func:`diloco`.
+      An optimizer, as :func:`diloco`.
 
     Example:
       >>> import optax

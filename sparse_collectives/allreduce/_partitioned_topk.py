@@ -44,7 +44,7 @@ def partitioned_topk(
     Partitions are made of small blocks, in turn, so that each has some of every layer. (The
     systems below give each worker one run of indices, and move its ends as they adapt to
     differences between the layers.) With K of at most P entries a partition has one slot: its
-    other entries then wait for about r steps beside one that is r times as large in every step.
+    other entries then wait for about r steps if one is r times as large in every step.
 
     With 16, 10 or 8 ``bits`` each worker rounds its values to multiples of a step, a power of two
     that is sent for each 256 entries, and keeps the rounding error. The step suits the largest

@@ -1,7 +1,7 @@
 """Which allreduce is fastest for a model, a network and a number of workers.
 
 ``python -m sparse_collectives plan`` prints the result of :func:`plan`, and the predicted steps of
-whole optimizers.
+complete optimizers.
 """
 
 from sparse_collectives.planner._allreduces import plan

@@ -1,4 +1,4 @@
-"""Whole optimizers, as a user of `optax_ext` writes them, and predictions of their steps.
+"""Complete optimizers, as a user of `optax_ext` writes them, and predictions of their steps.
 
 They are descriptions: this package does not import `optax_ext`. The computation of a worker is
 measured and is everything in a step except waiting: error feedback, selection, merging, the

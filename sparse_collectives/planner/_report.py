@@ -20,7 +20,7 @@ def text(plan: Plan, optimizers: OptimizerPlan, *, all_codecs: bool = False) -> 
     """Two tables of at most 100 columns, fastest first, and the recommendations."""
     rows = plan.predictions if all_codecs else _best_codecs(plan)
     lines = [*_assumptions(plan), "", *_predictions(plan, ("algorithm", "codec"), rows), ""]
-    lines += _predictions(plan, ("whole optimizer", "messages"), optimizers.predictions)
+    lines += _predictions(plan, ("optimizer", "messages"), optimizers.predictions)
     lines.append("")
     if plan.workload.inner_size > 1:
         lines.append("words and MB are those between the nodes")
@@ -95,7 +95,7 @@ def _of_optimizers(found: OptimizerPlan) -> list[str]:
         reason = "there is nothing to compare it with"
     else:
         reason = f"sparse_adamw is only {found.ratio:.2f} times as fast"
-    return [*lines, f"As a whole optimizer {chosen.name}, {reason}: {chosen.code}"]
+    return [*lines, f"Optimizer: {chosen.name}, {reason}: {chosen.code}"]
 
 
 def _best_codecs(plan: Plan) -> list[Prediction]:

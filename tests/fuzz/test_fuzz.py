@@ -257,7 +257,7 @@ def check_conserved(
         if after.settings.shard_axis:
             # Such a sum of a node is also beyond it, whatever the residual.
             finite = finite & (np.abs(summed_up) <= largest) & (np.abs(increment) <= largest)
-        # Of a limited or a rounded mean every worker keeps a part, too.
+        # Every worker also keeps a part of a limited or a rounded mean.
         rounds = not isinstance(after.limit, tuple) or any(
             shape.dtype != jnp.float32
             for shape, is_dense in zip(jax.tree.leaves(update), layout.dense, strict=True)

@@ -137,16 +137,23 @@ def check(drawn: Sharded) -> None:
     expected, residuals = shards.by_parts(
         drawn.configuration.tx, whole, node.layout, axis=axis, scanned=False
     )
+    rounded = _of_rounded_means(drawn.configuration)
+    largest = max(np.abs(np.asarray(x, np.float64)).max() for x in jax.tree.leaves(updates))
     for made, wanted in zip(updates, expected, strict=True):
         for name, leaf in wanted.items():
             for worker, place in itertools.product(made[name], drawn.places):
                 mine = drawn.shard(np.asarray(leaf, made[name].dtype), name, place)
-                assert worker[place].tobytes() == mine.tobytes(), f"{name} at {place}"
+                if rounded:
+                    # Such a part, which may be delivered alone, has that bit of the mean.
+                    found, other = (np.asarray(x, np.float64) for x in (worker[place], mine))
+                    allowed = STEPS * 2.0**-23 * largest + 2.0**-7 * np.abs(other)
+                    assert (np.abs(found - other) <= allowed).all(), f"{name} at {place}"
+                else:
+                    assert worker[place].tobytes() == mine.tobytes(), f"{name} at {place}"
     parts = math.prod(drawn.inside)
     found = np.asarray(node.residual).reshape(len(residuals), parts, -1)
     residuals = residuals.astype(found.dtype).reshape(found.shape)
-    if _of_rounded_means(drawn.configuration):
-        largest = max(np.abs(np.asarray(x, np.float64)).max() for x in jax.tree.leaves(updates))
+    if rounded:
         step = 2.0**-23 * largest
         if found.dtype == jnp.bfloat16:
             # One bit may choose the other neighbor in a random rounding.

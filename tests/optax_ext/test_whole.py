@@ -1,4 +1,4 @@
-"""Whole optimizers in a chain with others, which trains uphill."""
+"""Optimizers of this library in a chain with others, which increases the loss."""
 
 import functools
 
@@ -57,7 +57,7 @@ LEGITIMATE = {
     "trust ratio": optax.scale_by_trust_ratio,
     "on a plateau": optax.contrib.reduce_on_plateau,
 }
-MESSAGE = "whole optimizers, whose updates include the learning rate and its sign"
+MESSAGE = "increases the loss: their updates include the learning rate and its sign"
 
 
 def init(tx, params=PARAMS):
@@ -71,7 +71,7 @@ def loss_fn(params, x):
     return jnp.mean((x @ params["kernel"] + params["bias"][None] - 1) ** 2)
 
 
-# All of these after one whole optimizer, and a few of them after each whole optimizer.
+# All of these after one complete optimizer, and a few of them after each complete optimizer.
 PAIRS = [("ok_topk_sgd", behind) for behind in (*OPTIMIZERS, *LEGITIMATE)]
 PAIRS += [(name, x) for name in WHOLE for x in ("adamw", "sgd", "clip", "scale(0.5)")]
 

@@ -1,4 +1,4 @@
-"""Whole optimizers in the planner: their costs, and the code to write."""
+"""Complete optimizers in the planner: their costs, and the code to write."""
 
 import json
 import statistics
@@ -150,7 +150,7 @@ SMALL = ["--params", "50M", "--workers", "4", "--bandwidth", "1Gbit", "--compute
 
 def test_recommended_optimizer_is_code_or_dense(capsys):
     lines = run(capsys, *SMALL).splitlines()
-    last = next(line for line in lines if line.startswith("As a whole optimizer"))
+    last = next(line for line in lines if line.startswith("Optimizer: "))
     assert "times as fast as a dense AdamW" in last
     codes = [way.code for way in _optimizers.optimizers(Workload(20, 1, 4), CPU)]
     assert last.rsplit(": ", 1)[1] == codes[0]
@@ -159,7 +159,7 @@ def test_recommended_optimizer_is_code_or_dense(capsys):
         line.startswith("no longer than sparse_adamw") and "powersgd(1)" in line for line in lines
     )
     fast = run(capsys, *SMALL[:5], "400Gbit", "--latency", "5us")
-    assert "As a whole optimizer dense, adamw, sparse_adamw is only" in fast
+    assert "Optimizer: dense, adamw, sparse_adamw is only" in fast
 
 
 def test_numbers_that_are_not_given_are_assumed_and_said(capsys):

@@ -8,6 +8,7 @@ same color in every figure, and the text can be read at a width of 700 pixels.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 from matplotlib import rc_context
@@ -17,7 +18,7 @@ from matplotlib.figure import Figure
 from benchmarks._common import options
 from benchmarks._common.processes import ROOT
 
-from . import _losses, _steps
+from . import _gallery, _losses, _steps
 from ._style import DPI, STYLE, WIDTH
 
 FOLDER = ROOT / "docs" / "images"
@@ -28,6 +29,14 @@ DRAWN = {
     "chaos.png": (_losses.loss_with_deaths, 3.9),
     "network.png": (_steps.parts_of_steps, 3.2),
     "scaling.png": (_steps.predicted_steps, 3.7),
+    "gallery_sites.png": (_gallery.accuracy_of_two_sites, 2.8),
+    **{
+        f"gallery_{name}.png": (
+            functools.partial(_gallery.results_against_words, picture=name),
+            2.6,
+        )
+        for name in _gallery.PICTURES
+    },
 }
 
 

@@ -49,7 +49,7 @@ def table_loss_over_latency() -> Rows:
         {x.shown: x for x in losses_by_time(link, "learning_late.jsonl", workers)}
         for link, workers in cases
     ]
-    # Over these links float16 is level with dense.
+    # Over these links float16 ends like dense.
     names = [x for x in LABELS["loss_after_minutes"].values() if "float16" not in x]
     shown = [x for x in names if any(x in of for of in columns)]
     return [[x, *(_compared(of.get(x), of.values()) for of in columns)] for x in shown]

@@ -13,11 +13,11 @@ def _all(row: dict[str, Any]) -> str:
     return f"{mean:.{digits}f} ({listed(row['value'], digits)})"
 
 
-def table_more_clients() -> Rows:
+def table_gallery() -> Rows:
     """Results of all seeds, and how many fewer words there are than with `dense`."""
-    found, rows = by(read("more_clients.json")["rows"], "program", "exchange"), []
+    found, rows = by(read("gallery.json")["rows"], "program", "exchange"), []
     for program in dict.fromkeys(name for name, _ in found):
-        arms = {name: found[program, name] for name in LABELS["more_clients"]}
+        arms = {name: found[program, name] for name in LABELS["gallery"]}
         words = {name: statistics.mean(arms[name]["words"]) for name in arms if name != "before"}
         fewer = (number(words["dense"] / words[x], 0) for x in words if x != "dense")
         rows.append([program, *map(_all, arms.values()), ", ".join(fewer)])

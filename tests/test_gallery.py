@@ -1,4 +1,7 @@
-"""Larger programs of other people, as docs/more_clients.md changes them, and what it says."""
+"""Larger programs of other people, as docs/gallery.md changes them, and what it says."""
+
+import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,16 +11,18 @@ import pytest
 from flax import jax_utils, nnx
 
 import optax_ext
+from benchmarks._common.processes import ROOT
 from benchmarks.learning import _page_programs, programs
 from benchmarks.learning._page_programs import held, names_after
 from tests.clients import WORKERS, sends_little, shows_the_lines_that_it_counts
 from tests.optax_ext.helpers import bits, mesh
 
 pytestmark = pytest.mark.usefixtures("default_promotion")
-PROGRAMS = _page_programs.programs_of("more_clients")
+PROGRAMS = _page_programs.programs_of("gallery")
 # What counts as trained, and how much worse than before a program may be afterwards.
 BOUNDS = {
     "An image classifier": (0.7, 0.1),
+    "A language model": (2.3, 0.1),
     "A recurrent model": (2.2, 0.1),
     "LoRA": (0.9, 0.15),
     "A graph network": (0.2, 0.05),
@@ -39,7 +44,28 @@ def loss_of(names):
 
 
 def test_the_page_shows_the_lines_that_it_counts():
-    shows_the_lines_that_it_counts("more_clients")
+    # A whole step becomes one call.
+    shows_the_lines_that_it_counts("gallery", 7, {"a language model": 8})
+
+
+def test_the_page_says_what_the_programs_gave():
+    rows = json.loads((ROOT / "docs/data/gallery.json").read_text())["rows"]
+    first = {(row["program"], row["exchange"]): row["value"][0] for row in rows}
+    found = re.findall(
+        r"\n## ([^\n]*)\n(?:(?!\n## ).)*?was ([\d.]+) with seed 0, and ([\d.]+) before",
+        _page_programs.text_of("gallery"),
+        re.DOTALL,
+    )
+    assert [name for name, *_ in found] == [
+        "An image classifier",
+        "A language model",
+        "LoRA",
+        "PPO",
+    ]
+    for name, *said in found:
+        for text, exchange in zip(said, ("after", "before"), strict=True):
+            digits = len(text.partition(".")[2])
+            assert text == f"{first[name, exchange]:.{digits}f}"
 
 
 @pytest.mark.parametrize(
@@ -102,7 +128,7 @@ def test_a_graph_network_may_have_other_numbers_of_graphs_on_each_worker():
     lines = [x.replace("Dropout(0.1", "Dropout(0.0") for x in beginning("A graph network", "key, ")]
     text = "\n".join(lines)
     mean = '/ jax.lax.pmean(jnp.sum(graphs.mask), "data")'
-    assert mean.removeprefix("/ ") in _page_programs.text_of("more_clients")
+    assert mean.removeprefix("/ ") in _page_programs.text_of("gallery")
     assert text.count("/ jnp.sum(graphs.mask)") == 1
     names = names_after(text.replace("/ jnp.sum(graphs.mask)", mean).splitlines())
     whole = names_after(lines)
