@@ -22,6 +22,7 @@ from sparse_collectives.__main__ import main as plan
 from sparse_collectives.transport import _direct
 from tests.optax_ext.helpers import DOCS, mesh, programs_of
 from tests.programs import direct_messages
+from tools.prose.__main__ import without_code
 from tools.tables._data import table_of
 
 pytestmark = pytest.mark.usefixtures("default_promotion")
@@ -93,6 +94,17 @@ rate, m, optimizer = 1e-2, 0.9, optax.adamw(1e-2)
     # 10 at first; the last of 200 steps is between two exchanges of 30.
     assert loss < 2
     assert (words == 0) == ("every=" in expression)
+
+
+def test_a_sentence_stands_on_one_page():
+    """A fact that is written twice is soon two facts: a page links to another one instead."""
+    seen = {}
+    for page in sorted(DOCS.rglob("*.md")):
+        text = without_code(page.read_text(encoding="utf-8"))
+        for block in re.split(r"\n\s*\n|\n\s*[-*|]|\n#+ ", text):
+            words = re.findall(r"[\w`.%-]+", block.lower())
+            for run in zip(*(words[i:] for i in range(10)), strict=False):
+                assert seen.setdefault(run, page) == page, f"{' '.join(run)!r} is also on {page}"
 
 
 def test_the_programs_of_the_way_from_optax_run():
