@@ -166,6 +166,7 @@ def test_the_benchmark_changes_only_the_optimizer(section):
     after = arms["after"]
     original = {
         "An image classifier": "optax.sgd(0.05, momentum=0.9, nesterov=True)",
+        "A language model": "optax.adamw(3e-3)",
         "A recurrent model": "optax.adam(rate)",
         "LoRA": "optax.adamw(3e-3)",
         "A graph network": "optax.adam(3e-3)",
