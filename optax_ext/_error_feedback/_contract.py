@@ -66,9 +66,8 @@ Reduced = tuple[jax.Array, jax.Array, SparseAllreduceState]
 class Exchange(Protocol):
     """The reduction of accumulators to a mean that is the same on every worker."""
 
-    @property
-    def may_keep_partial_sums(self) -> bool:
-        """Whether a worker may keep partial sums of what others sent."""
+    def may_keep_of_others(self, layout: _layout.TreeLayout) -> bool:
+        """Whether a worker may keep partial sums of what others sent, or parts of the mean."""
         ...
 
     @property

@@ -42,10 +42,10 @@ class SparseExchange:
     correction: MomentumCorrection | None
     options: Options
 
-    @property
-    def may_keep_partial_sums(self) -> bool:
-        """As in the allreduce."""
-        return self.allreduce.may_keep_partial_sums
+    def may_keep_of_others(self, layout: _layout.TreeLayout) -> bool:
+        """Partial sums, by the allreduce, or the part of a mean that is cut off, on all workers."""
+        partial_sums = self.allreduce.may_keep_partial_sums
+        return partial_sums or _applied.rounds(layout, self.options.limit)
 
     @property
     def shard_axis(self) -> AxisName:

@@ -218,8 +218,7 @@ class ErrorFeedback:
             return jax.tree.map(lambda x: _owner.own(x, state.owner, self.options.axis), value)
 
         decay = self._decay(state.count)
-        # Besides partial sums, each worker keeps what the leaves or the limit leave of a mean.
-        bounded = self.exchange.may_keep_partial_sums or _applied.rounds(layout, self.options.limit)
+        bounded = self.exchange.may_keep_of_others(layout)
         residual = own(_residual.load(state.residual))
         parts = [part(residual, loaded.sparse, own(state.velocity), bounded)]
         if layout.dense_size:

@@ -61,9 +61,9 @@ class LowRankExchange(WholeBuffer):
     seed: int
     options: Options
 
-    @property
-    def may_keep_partial_sums(self) -> bool:
+    def may_keep_of_others(self, layout: _layout.TreeLayout) -> bool:
         """Never: a worker keeps only the error of its own product."""
+        del layout
         return False
 
     def dense(self, params: Any, labels: tuple[bool, ...] | None) -> tuple[bool, ...] | None:

@@ -45,9 +45,9 @@ class QuantizedExchange(WholeBuffer):
     bits: tuple[int, int]
     options: Options
 
-    @property
-    def may_keep_partial_sums(self) -> bool:
+    def may_keep_of_others(self, layout: _layout.TreeLayout) -> bool:
         """An owner keeps the error of a sum of what others sent."""
+        del layout
         return True
 
     def dense(self, params: Any, labels: tuple[bool, ...] | None) -> tuple[bool, ...] | None:

@@ -263,6 +263,7 @@ def check_conserved(
             for shape, is_dense in zip(jax.tree.leaves(update), layout.dense, strict=True)
             if not is_dense
         )
+        rounds = rounds and not configuration.products
         if (configuration.keeps_others or rounds) and configuration.policy != "propagate":
             large = np.abs(increment) >= LARGEST
             assert configuration.policy == "drop" or not large.any(), "a step was not skipped"
