@@ -1,19 +1,19 @@
-"""Reads equations of a traced function: their axes and effects, and the equations inside."""
+"""Reads and annotates equations of a traced function: axes, effects, equations inside."""
 
+import functools
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-
-def is_jaxpr(x: Any) -> bool:
-    """Whether x is a jaxpr, open or closed."""
-    return hasattr(x, "eqns")
+import jax
 
 
 def jaxprs_in(eqn: Any) -> list[Any]:
     """The jaxprs among the parameters of an equation, alone or in tuples."""
-    found: list[Any] = []
+    found = []
     for value in eqn.params.values():
-        found += filter(is_jaxpr, value if isinstance(value, (tuple, list)) else (value,))
+        for x in value if isinstance(value, (tuple, list)) else (value,):
+            if hasattr(x, "eqns"):
+                found.append(x)
     return found
 
 
@@ -48,16 +48,14 @@ def named_scopes(eqn: Any) -> tuple[str, ...]:
 
 def axes_of_effects(eqn: Any) -> set[Hashable]:
     """The mesh axes over which an equation, by its effects, synchronizes the workers."""
-    if not eqn.effects:
-        return set()
-    return {effect.name for effect in eqn.effects if _is_over_axis(effect)}
+    return {effect.name for effect in eqn.effects if type(effect).__name__ == "NamedAxisEffect"}
 
 
 def axes_of(eqn: Any) -> set[Hashable]:
     """The mesh axes of a collective, or of another equation that names axes; empty for the rest."""
     if eqn.primitive.name in ("pvary", "reduced_vary_cast_p"):
         return set()  # They change types only.
-    found = axes_of_effects(eqn)  # Not every collective has one.
+    found = axes_of_effects(eqn) if eqn.effects else set()  # Not every collective has one.
     for param in ("axes", "axis_name"):
         names = eqn.params.get(param, ())
         for name in names if isinstance(names, (tuple, frozenset)) else (names,):
@@ -68,11 +66,7 @@ def axes_of(eqn: Any) -> set[Hashable]:
 
 def has_side_effects(eqn: Any) -> bool:
     """Whether an equation matters even if nothing uses its results."""
-    return bool(eqn.effects) and not all(map(_is_over_axis, eqn.effects))
-
-
-def _is_over_axis(effect: Any) -> bool:
-    return type(effect).__name__ == "NamedAxisEffect"
+    return len(eqn.effects) > len(axes_of_effects(eqn))
 
 
 def made_by(x: Any) -> Any:
@@ -99,3 +93,38 @@ def captured(x: Any) -> Any:
     """
     lowered = getattr(x, "full_lower", None)
     return x if lowered is None else lowered()
+
+
+def annotated(x: jax.Array, fact: Hashable) -> jax.Array:
+    """``x``, with a fact that :func:`fact_of` finds, in the function that is being traced."""
+    return _annotated_primitive().bind(x, fact=fact)
+
+
+def fact_of(x: Any) -> Any:
+    """The fact that :func:`annotated` gave ``x``, or what ``x`` is cast from; None without one."""
+    while (made := made_by(x)) is not None and len(made.invars) == 1:
+        if made.primitive is _annotated_primitive():
+            return made.params["fact"]
+        (source,) = made.invars
+        if source.shape != x.shape:
+            return None
+        x = source
+    return None
+
+
+@functools.cache
+def _annotated_primitive() -> Any:
+    return identity("annotated", lambda x, *, fact: x)
+
+
+def identity(name: str, typed: Any) -> Any:
+    """A primitive that returns its operand, and whose result has the type ``typed(x)``."""
+    from jax.extend import core  # Slow to import, and only needed to trace.
+    from jax.interpreters import batching, mlir
+
+    primitive = core.Primitive(name)
+    primitive.def_impl(lambda x, **_: x)
+    primitive.def_abstract_eval(typed)
+    mlir.register_lowering(primitive, lambda context, x, **_: [x])
+    batching.defvectorized(primitive)
+    return primitive

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import _compat
+from sparse_collectives import _varying
 
 # With more comparisons a binary search is faster on a GPU as well.
 _COMPARISONS = 1 << 25
@@ -69,7 +69,7 @@ def written(function: Callable[..., jax.Array], *args: Any) -> jax.Array:
     def nothing(*args: Any) -> jax.Array:
         made = jax.eval_shape(function, *args)
         zeros = jnp.zeros(made.shape, made.dtype)
-        return _compat.varying_like(zeros, *jax.tree.leaves(args))
+        return _varying.varying_like(zeros, *jax.tree.leaves(args))
 
     def branch(*args: Any) -> jax.Array:
         return lax.cond(_always(), function, nothing, *args)

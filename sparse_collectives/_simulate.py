@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from sparse_collectives import _compat, _validation
+from sparse_collectives import _axes, _validation
 from sparse_collectives._types import AxisName
 
 
@@ -45,7 +45,7 @@ def simulate(
       >>> total(jnp.array([1.0, 2.0, 3.0])).tolist()
       [6.0, 6.0, 6.0]
     """
-    names = _compat.axis_names(axis)
+    names = _axes.axis_names(axis)
     sizes = axis_size if isinstance(axis_size, tuple) else (axis_size,)
     if len(names) != len(sizes):
         raise ValueError(

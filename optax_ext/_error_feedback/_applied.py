@@ -10,7 +10,14 @@ import optax
 from optax_ext._error_feedback import _buffers, _layout, _sparse_state
 from optax_ext._error_feedback._contract import Accumulated, Options, Reduced
 from optax_ext._error_feedback._sparse_state import SparseAllreduceState
-from sparse_collectives import AxisName, PaddedCOO, Undelivered, _compat, extend, transport
+from sparse_collectives import (
+    AxisName,
+    PaddedCOO,
+    Undelivered,
+    _varying,
+    extend,
+    transport,
+)
 
 
 def mean_of(
@@ -215,7 +222,7 @@ def limit_at(limit: optax.ScalarOrSchedule | None, count: jax.Array) -> jax.Arra
 
 def nothing_exchanged(step: Accumulated, axis: AxisName) -> tuple[jax.Array, SparseAllreduceState]:
     """The result for a buffer without entries."""
-    info = _sparse_state.per_worker(_sparse_state.no_info(), lambda x: _compat.to_varying(x, axis))
+    info = _sparse_state.per_worker(_sparse_state.no_info(), lambda x: _varying.to_varying(x, axis))
     return jnp.zeros((0,), jnp.float32), step.state._replace(residual=step.acc, info=info)
 
 

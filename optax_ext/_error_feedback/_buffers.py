@@ -13,7 +13,7 @@ import optax
 from jax import lax
 
 from optax_ext._error_feedback import _layout, _nonfinite, _sparse_state
-from sparse_collectives import AxisName, _compat, _platform
+from sparse_collectives import AxisName, _platform, _varying
 
 
 def ravel(tree: Any, layout: _layout.TreeLayout) -> tuple[jax.Array, jax.Array]:
@@ -159,7 +159,7 @@ def loaded(
     return Loaded(
         next(made) if layout.size else empty,
         next(made) if layout.dense_size else empty,
-        _compat.to_varying(state_after, axis),
+        _varying.to_varying(state_after, axis),
         left_out,
         () if drop else tuple(zip(before, probed, strict=True)),
     )
@@ -205,7 +205,7 @@ def transformed(
     params = None if params is None else jax.tree.map(_in_float32, params)
     tx = optax.with_extra_args_support(tx)
     gradients, state = tx.update(gradients, _sparse_state.without_lead(state), params, **extra)
-    return gradients, _compat.to_varying(_sparse_state.with_lead(state), axis), left_out
+    return gradients, _varying.to_varying(_sparse_state.with_lead(state), axis), left_out
 
 
 def describe(tx: optax.GradientTransformation | None, state: Any) -> str:

@@ -10,7 +10,7 @@ from optax_ext._error_feedback._nonfinite import Pending
 from optax_ext._error_feedback._options import DenseSteps
 from optax_ext._error_feedback._residual import Residual
 from optax_ext._error_feedback._sparse_state import SparseAllreduceState
-from sparse_collectives import AxisName, _compat, _validation
+from sparse_collectives import AxisName, _axes, _validation
 
 
 class Options(NamedTuple):
@@ -165,8 +165,8 @@ def settings_of(
         local="none",  # The kind of its state is known at init.
         residual=str(options.residual.spec),
         correction=correction,
-        axis=_compat.static_axis(options.axis),
-        shard_axis=_compat.axis_names(_compat.static_axis(shard_axis)),
+        axis=_axes.static_axis(options.axis),
+        shard_axis=_axes.axis_names(_axes.static_axis(shard_axis)),
         decay=options.residual.decay,
         step_ahead=options.residual.step_ahead,
         every=options.every,

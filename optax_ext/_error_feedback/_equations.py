@@ -5,12 +5,14 @@ zeros and goes on with values of one worker is an error, and with it much that w
 device.
 """
 
+import functools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jax.core import Tracer
 
-from sparse_collectives import AxisName, _compat, _jaxprs, transport
+from sparse_collectives import AxisName, _axes, _jaxprs, _varying, transport
 
 # Their results are the same on all workers of their axes.
 _REDUCTIONS = {
@@ -23,7 +25,10 @@ _REDUCTIONS = {
     "to_invarying",
 }
 
-_REDUCTION, _OPERANDS, _OTHER = range(3)
+# What a result of an equation may be made from. It has a bit for each operand, too.
+_DIFFERS = 1  # Something that each worker has in its own way, such as its number.
+_SUMMED = 2  # A reduction over all workers.
+_FIRST = 2  # The place of the bit of the first operand.
 
 
 def is_reduced(values: Iterable[Any], axis: AxisName) -> bool:
@@ -32,11 +37,12 @@ def is_reduced(values: Iterable[Any], axis: AxisName) -> bool:
     Every path back from them ends in a reduction over ``axis`` or in a constant, and at least one
     in a reduction. If ``axis`` has several names, a reduction over one of them is enough.
     """
-    values = [_jaxprs.captured(x) for x in values]
-    if _compat.is_communicator(axis):
+    if _axes.is_communicator(axis):
         # Equations of JAX name no communicator.
         return False
-    return any(_ends_in_reductions(values, name) for name in _compat.axis_names(axis))
+    values = list(values)
+    proofs = [_Proof(name, typed=False) for name in _axes.axis_names(axis)]
+    return any(all(map(proof.is_common, values)) and proof.summed for proof in proofs)
 
 
 def depends_on(values: Iterable[Any], sources: Iterable[Any]) -> bool:
@@ -51,7 +57,8 @@ def depends_on(values: Iterable[Any], sources: Iterable[Any]) -> bool:
         if id(x) in wanted:
             return True
         seen[id(x)] = x  # Kept, so that no other value gets its id.
-        stack.extend(map(_jaxprs.captured, _operands(x)))
+        if (eqn := _jaxprs.made_by(x)) is not None:
+            stack.extend(map(_jaxprs.captured, eqn.invars))
     return False
 
 
@@ -65,110 +72,50 @@ def common_among(axis: AxisName) -> Callable[[Any], bool]:
     Calls share what they prove, since many leaves depend on the same values.
     After a call that returns False the function has no meaning.
     """
-    proofs = [_Proof(name) for name in _compat.axis_names(axis)]
-
-    def is_common(value: Any) -> bool:
-        x = _jaxprs.captured(value)
-        return all(proof.is_common(x) for proof in proofs)
-
-    return is_common
+    proofs = [_Proof(name, typed=True) for name in _axes.axis_names(axis)]
+    return lambda value: all(proof.is_common(value) for proof in proofs)
 
 
 class _Proof:
-    """The values that are known to be the same along an axis of that name."""
+    """The values that are known to be the same along an axis of that name.
 
-    def __init__(self, name: Any):
+    Attributes:
+      summed: whether one of them is a reduction, or made from one.
+    """
+
+    def __init__(self, name: Any, *, typed: bool):
         self.name = name
+        self.typed = typed
+        self.summed = False
         self.seen: dict[int, Any] = {}
-        # For each equation with inner ones, which results may differ.
-        self.results: dict[int, list[bool]] = {}
+        # For each equation, what each of its results is made from.
+        self.results: dict[int, list[int]] = {}
 
     def is_common(self, value: Any) -> bool:
-        name, stack = self.name, [value]
+        stack = [_jaxprs.captured(value)]
         while stack:
             x = stack.pop()
             if not isinstance(x, Tracer) or id(x) in self.seen:
-                continue
-            if name not in _compat.varying_axes(x):
+                continue  # A constant is the same everywhere.
+            if self.typed and self.name not in _varying.varying_axes(x):
                 continue
             self.seen[id(x)] = x  # Kept, so that no other value gets its id.
             eqn = _jaxprs.made_by(x)
-            if eqn is not None and not self._may_differ(x, eqn):
-                continue
-            if eqn is None or (kind := _kind(eqn, name)) == _OTHER:
+            made_from = _DIFFERS if eqn is None else self._made_from(x, eqn)
+            if made_from & _DIFFERS:
                 return False
-            if kind == _OPERANDS:
-                stack.extend(map(_jaxprs.captured, eqn.invars))
+            self.summed |= bool(made_from & _SUMMED)
+            for place, operand in enumerate(eqn.invars):
+                if made_from >> (_FIRST + place) & 1:
+                    stack.append(_jaxprs.captured(operand))
         return True
 
-    def _may_differ(self, value: Any, eqn: Any) -> bool:
-        """Whether this result of an equation may differ if all operands do that are typed so."""
-        place = _jaxprs.place_of(value, eqn)
-        if place is None or not _jaxprs.jaxprs_in(eqn):
-            return True
+    def _made_from(self, value: Any, eqn: Any) -> int:
         if id(eqn) not in self.results:
-            operands = map(_jaxprs.captured, eqn.invars)
-            inputs = [
-                isinstance(x, Tracer) and self.name in _compat.varying_axes(x) for x in operands
-            ]
-            self.results[id(eqn)] = _varying_results(eqn, inputs, self.name)
-        return self.results[id(eqn)][place]
-
-
-def _operands(x: Any) -> list[Any]:
-    eqn = _jaxprs.made_by(x)
-    return [] if eqn is None else list(eqn.invars)
-
-
-def _ends_in_reductions(values: list[Any], name: Any) -> bool:
-    reduced, seen, stack = False, {}, list(values)
-    while stack:
-        x = stack.pop()
-        if not isinstance(x, Tracer) or id(x) in seen:
-            continue  # A constant is the same everywhere.
-        seen[id(x)] = x
-        eqn = _jaxprs.made_by(x)
-        if eqn is None:
-            return False  # An argument.
-        kind = _kind(eqn, name)
-        if kind == _OTHER:
-            return False
-        if kind == _REDUCTION:
-            reduced = True
-        else:
-            stack.extend(map(_jaxprs.captured, eqn.invars))
-    return reduced
-
-
-def _kind(eqn: Any, name: Any) -> int:
-    """Whether the results of an equation are the same on all workers: a sum, or if operands are.
-
-    An equation with inner equations (a call, a loop, a branch) is a reduction only if all of its
-    results are reduced, as in ``jax.jit(lambda x: jax.lax.pmean(x, axis))``.
-    """
-    inner = [_jaxprs.open_jaxpr(jaxpr)[0] for jaxpr in _jaxprs.jaxprs_in(eqn)]
-    if not inner:
-        if name in _jaxprs.axes_of(eqn):
-            whole = eqn.params.get("axis_index_groups") is None
-            return _REDUCTION if eqn.primitive.name in _REDUCTIONS and whole else _OTHER
-        return _OTHER if _jaxprs.has_side_effects(eqn) else _OPERANDS
-    if any(_kind(e, name) == _OTHER for jaxpr in inner for e in jaxpr.eqns):
-        return _OTHER
-    return _REDUCTION if all(_all_reduced(jaxpr, name) for jaxpr in inner) else _OPERANDS
-
-
-def _all_reduced(jaxpr: Any, name: Any) -> bool:
-    """Whether every result of a jaxpr comes from reductions only."""
-    made = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
-    stack = [x for x in jaxpr.outvars if _jaxprs.is_variable(x)]
-    reduced = bool(stack)
-    while stack:
-        eqn = made.get(stack.pop())
-        if eqn is None:
-            return False
-        if _kind(eqn, name) == _OPERANDS:
-            stack.extend(x for x in eqn.invars if _jaxprs.is_variable(x))
-    return reduced
+            operands = [1 << (_FIRST + place) for place in range(len(eqn.invars))]
+            self.results[id(eqn)] = _results(eqn, operands, self.name)
+        place, results = _jaxprs.place_of(value, eqn), self.results[id(eqn)]
+        return _union(results) if place is None else results[place]
 
 
 def varying(closed: Any, inputs: Sequence[bool], axis: AxisName) -> list[bool]:
@@ -182,70 +129,68 @@ def varying(closed: Any, inputs: Sequence[bool], axis: AxisName) -> list[bool]:
       inputs: for each argument, whether it may differ.
       axis: the axis, or several.
     """
-    jaxpr, constants = _jaxprs.open_jaxpr(closed)
-    of_constants = [isinstance(x, Tracer) for x in constants]
     # One worker does not differ from others, and exchanges nothing that could show it.
-    names = [name for name in _compat.axis_names(axis) if transport.axis_size(name) > 1]
+    names = [name for name in _axes.axis_names(axis) if transport.axis_size(name) > 1]
     if not names:
-        return [False] * len(jaxpr.outvars)
-    found = [_varying(jaxpr, [*of_constants, *inputs], name) for name in names]
-    return [any(each) for each in zip(*found, strict=True)]
+        return [False] * len(_jaxprs.open_jaxpr(closed)[0].outvars)
+    found = [_inside(closed, list(map(int, inputs)), name) for name in names]
+    return [bool(_union(each) & _DIFFERS) for each in zip(*found, strict=True)]
 
 
-def _varying(jaxpr: Any, inputs: Sequence[bool], name: Any) -> list[bool]:
-    known = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
+def _union(of_each: Iterable[int]) -> int:
+    return functools.reduce(operator.or_, of_each, 0)
 
-    def of(x: Any) -> bool:
-        return _jaxprs.is_variable(x) and known[x]
 
+def _inside(closed: Any, inputs: list[int], name: Any) -> list[int]:
+    """What each result of a jaxpr is made from, for inputs that are made from something."""
+    jaxpr, constants = _jaxprs.open_jaxpr(closed)
+    of_constants = [_DIFFERS if isinstance(x, Tracer) else 0 for x in constants]
+    known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*of_constants, *inputs), strict=True))
     for eqn in jaxpr.eqns:
-        results = _varying_results(eqn, list(map(of, eqn.invars)), name)
-        known.update(zip(eqn.outvars, results, strict=True))
-    return list(map(of, jaxpr.outvars))
+        operands = [0 if hasattr(x, "val") else known[x] for x in eqn.invars]
+        known.update(zip(eqn.outvars, _results(eqn, operands, name), strict=True))
+    return [0 if hasattr(x, "val") else known[x] for x in jaxpr.outvars]
 
 
-def _varying_results(eqn: Any, inputs: list[bool], name: Any) -> list[bool]:
-    """Which results of an equation may differ, for operands that may."""
-    inner, params = _jaxprs.jaxprs_in(eqn), eqn.params
-    count = len(eqn.outvars)
+def _results(eqn: Any, inputs: list[int], name: Any) -> list[int]:
+    """What each result of an equation is made from, for operands that are made from something."""
+    inner, params, count = _jaxprs.jaxprs_in(eqn), eqn.params, len(eqn.outvars)
     if not inner and name in _jaxprs.axes_of(eqn):
-        return [_kind(eqn, name) != _REDUCTION] * count
-
-    def inside(closed: Any, given: list[bool]) -> list[bool]:
-        jaxpr, constants = _jaxprs.open_jaxpr(closed)
-        return _varying(jaxpr, [*[isinstance(x, Tracer) for x in constants], *given], name)
-
-    def loop(closed: Any, fixed: list[bool], carry: list[bool], more: list[bool]) -> Any:
-        """The results of a body whose first results are carried on."""
-        while True:
-            results = inside(closed, [*fixed, *carry, *more])
-            joined = [a or b for a, b in zip(carry, results, strict=False)]
-            if joined == carry:
-                return results
-            carry = joined
-
+        whole = params.get("axis_index_groups") is None
+        return [_SUMMED if eqn.primitive.name in _REDUCTIONS and whole else _DIFFERS] * count
     if eqn.primitive.name == "scan":
         fixed, end = params["num_consts"], params["num_consts"] + params["num_carry"]
-        results = loop(params["jaxpr"], inputs[:fixed], inputs[fixed:end], inputs[end:])
+        results = _loop(params["jaxpr"], inputs[:fixed], inputs[fixed:end], inputs[end:], name)
         # Without a turn, the carried values are those at the start.
-        begin = [*inputs[fixed:end], *[False] * (count - end + fixed)]
-        return [a or b for a, b in zip(begin, results, strict=True)]
+        begin = [*inputs[fixed:end], *[0] * (count - end + fixed)]
+        return [a | b for a, b in zip(begin, results, strict=True)]
     if eqn.primitive.name == "while":
         first = params["cond_nconsts"]
         fixed = first + params["body_nconsts"]
-        loop_results = loop(params["body_jaxpr"], inputs[first:fixed], inputs[fixed:], [])
-        results = [a or b for a, b in zip(inputs[fixed:], loop_results, strict=True)]
-        ends = inside(params["cond_jaxpr"], [*inputs[:first], *results])
-        return [True] * count if any(ends) else results
+        turned = _loop(params["body_jaxpr"], inputs[first:fixed], inputs[fixed:], [], name)
+        results = [a | b for a, b in zip(inputs[fixed:], turned, strict=True)]
+        end = _union(_inside(params["cond_jaxpr"], [*inputs[:first], *results], name))
+        return [end | x for x in results]
     if eqn.primitive.name == "cond":
-        of_branches = [inside(branch, inputs[1:]) for branch in params["branches"]]
-        return [inputs[0] or any(each) for each in zip(*of_branches, strict=True)]
+        branches = [_inside(branch, inputs[1:], name) for branch in params["branches"]]
+        return [inputs[0] | _union(each) for each in zip(*branches, strict=True)]
     if len(inner) == 1:
         jaxpr, _ = _jaxprs.open_jaxpr(inner[0])
         if len(jaxpr.invars) == len(inputs) and len(jaxpr.outvars) == count:
-            return inside(inner[0], inputs)
-    asks = any(_names_axis(x, name) for x in inner)
-    return [any(inputs) or asks or _jaxprs.has_side_effects(eqn)] * count
+            return _inside(inner[0], inputs, name)
+    asks = inner and any(_names_axis(x, name) for x in inner)
+    asks = asks or (eqn.effects and _jaxprs.has_side_effects(eqn))
+    return [_union(inputs) | (_DIFFERS if asks else 0)] * count
+
+
+def _loop(closed: Any, fixed: list[int], carry: list[int], more: list[int], name: Any) -> list[int]:
+    """What the results of a body are made from whose first results are carried on."""
+    while True:
+        results = _inside(closed, [*fixed, *carry, *more], name)
+        joined = [a | b for a, b in zip(carry, results, strict=False)]
+        if joined == carry:
+            return results
+        carry = joined
 
 
 def _names_axis(closed: Any, name: Any) -> bool:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from sparse_collectives import AxisName, _compat, _validation, transport
+from sparse_collectives import AxisName, _axes, _validation, _varying, transport
 
 # The axes that split each dimension of a leaf, the major one first.
 Dims = tuple[tuple[Hashable, ...], ...]
@@ -213,7 +213,7 @@ def take(tree: Any, layout: TreeLayout) -> Any:
         shape = sharding.part_shape(leaf, layout.shapes[leaf])
         if holders == 1:
             return shard
-        shard = _compat.to_varying(shard, free)
+        shard = _varying.to_varying(shard, free)
         if (holders * shape[0], *shape[1:]) != shard.shape:
             shard = jnp.ravel(shard)
             shard = jnp.pad(shard, (0, holders * shape[0] - shard.size))
@@ -284,7 +284,7 @@ def on_each_device(
             in_specs=in_specs,
             out_specs=out_specs,
             axis_names=set(sharding.axes),
-            check_vma=_compat.checks_varying(axis),
+            check_vma=_varying.checks_varying(axis),
         )(*args)
 
     return mapped
@@ -292,4 +292,4 @@ def on_each_device(
 
 def is_manual(sharding: Sharding) -> bool:
     """Whether a mapped function has bound the axes of the sharding."""
-    return all(_compat.axis_is_bound(name) for name in sharding.axes)
+    return all(_axes.axis_is_bound(name) for name in sharding.axes)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import AxisName, _compat, transport
+from sparse_collectives import AxisName, _axes, _varying, transport
 from sparse_collectives._platform import by_platform, written
 from sparse_collectives._sparse_ops import all_below
 
@@ -111,12 +111,12 @@ def all_finite(tree: Any, axis: AxisName) -> jax.Array:
     """
     # Only the result is written. As operands, the entries would be written first.
     finite = written(lambda finite: finite, _are_finite(jax.tree.leaves(tree)))
-    others = () if _compat.is_communicator(axis) else _compat.other_mesh_axes(axis)
-    if others and _compat.checks_varying(axis):
-        others = tuple(name for name in others if name in _compat.varying_axes(finite))
+    others = () if _axes.is_communicator(axis) else _axes.other_mesh_axes(axis)
+    if others and _varying.checks_varying(axis):
+        others = tuple(name for name in others if name in _varying.varying_axes(finite))
     if not others:
         return finite
-    return _sum(_compat.to_varying((~finite).astype(jnp.int32), others), others) == 0
+    return _sum(_varying.to_varying((~finite).astype(jnp.int32), others), others) == 0
 
 
 def _are_finite(leaves: list[jax.Array]) -> jax.Array:
@@ -142,13 +142,13 @@ def _all_finite(parts: list[Pending], axis: AxisName) -> jax.Array:
         if part.seen is not None:
             finite &= jnp.all(jnp.abs(part.seen[1]) < LARGEST)
     # Gradients may be typed as equal along axes of devices, which residuals never are.
-    bad = _compat.to_varying((~finite).astype(jnp.int32), axis)
+    bad = _varying.to_varying((~finite).astype(jnp.int32), axis)
     return _sum(bad, axis) == 0
 
 
 def _sum(number: jax.Array, axis: AxisName) -> jax.Array:
     """The sum over ``axis``; without an axis a worker decides alone."""
-    return transport.psum(number, axis) if _compat.axis_names(axis) else number
+    return transport.psum(number, axis) if _axes.axis_names(axis) else number
 
 
 def either(condition: jax.Array, delivered: jax.Array, yes: Any, no: Any) -> Any:

@@ -14,7 +14,7 @@ import optax
 
 from optax_ext._error_feedback._momentum_correction import MomentumCorrection
 from optax_ext._error_feedback._residual import Residual
-from sparse_collectives import AxisName, Selector, SparseAllreduce, _compat, _validation
+from sparse_collectives import AxisName, Selector, SparseAllreduce, _axes, _validation
 
 # The number of dense first steps, or a function of the number of steps taken, ``i32[]``.
 DenseSteps = int | Callable[[jax.Array], Any]
@@ -322,5 +322,5 @@ def check_row_axes(selector: Selector, allreduce: SparseAllreduce) -> None:
 def check_shard_axis(axis: AxisName, shard_axis: AxisName) -> None:
     """``axis`` has the axes of the nodes and, as ``shard_axis``, of the workers in a node."""
     # In the form in which it was given: a single name is not a tuple.
-    names = _compat.axis_names(shard_axis)
-    _compat.outer_axis(axis, names[0] if len(names) == 1 else names)
+    names = _axes.axis_names(shard_axis)
+    _axes.outer_axis(axis, names[0] if len(names) == 1 else names)

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from optax_ext._error_feedback import _layout
 from optax_ext._error_feedback._layout import Sharding
-from sparse_collectives import AxisName, _compat
+from sparse_collectives import AxisName, _axes, _jaxprs
 
 
 class ParamSharding(NamedTuple):
@@ -45,7 +45,7 @@ def sharded(params: Any, given: ParamSharding | None) -> Any:
 
     def of_leaf(path: Any, leaf: Any) -> Any:
         name = jax.tree_util.keystr(path)
-        return _compat.annotated(leaf, _Place(sizes, name, given.specs[name]))
+        return _jaxprs.annotated(leaf, _Place(sizes, name, given.specs[name]))
 
     return jax.tree_util.tree_map_with_path(of_leaf, params)
 
@@ -57,7 +57,7 @@ def sharding_of(params: Any, axis: AxisName) -> Sharding:
       ValueError: a leaf without a sharding among others, or as :func:`of_specs`.
     """
     leaves = jax.tree.leaves(params)
-    places: list[_Place] = list(filter(None, map(_compat.fact_of, leaves)))
+    places: list[_Place] = list(filter(None, map(_jaxprs.fact_of, leaves)))
     if not places:
         return _layout.unsharded([jnp.shape(leaf) for leaf in leaves])
     if len(places) < len(leaves):
@@ -67,7 +67,7 @@ def sharding_of(params: Any, axis: AxisName) -> Sharding:
             "With sharded parameters a wrapper must pass them on as they are, as optax.masked, "
             "multi_transform and optax_ext.bucketed do."
         )
-    workers, sizes = _compat.axis_names(axis), dict(places[0].sizes)
+    workers, sizes = _axes.axis_names(axis), dict(places[0].sizes)
     others = {name: n for name, n in sizes.items() if name not in workers}
     # Along an axis of size 1, sharded and whole are the same.
     alone = [name for name in workers if sizes.get(name) == 1]
@@ -84,7 +84,7 @@ def check_found(sharding: Sharding, given: ParamSharding | None, axis: AxisName)
     Raises:
       ValueError: something between ``init_state`` and ``init`` has hidden it.
     """
-    workers = _compat.axis_names(axis)
+    workers = _axes.axis_names(axis)
     if given is None or sharding.axes or not sharding.dims or set(given.sizes) <= {*workers}:
         return
     raise ValueError(
@@ -95,7 +95,7 @@ def check_found(sharding: Sharding, given: ParamSharding | None, axis: AxisName)
 
 
 def _without(names: Collection[Any], spec: PartitionSpec) -> PartitionSpec:
-    dims = (_compat.axis_names(dim) if dim is not None else () for dim in spec)
+    dims = (_axes.axis_names(dim) if dim is not None else () for dim in spec)
     return PartitionSpec(*(tuple(n for n in dim if n not in names) or None for dim in dims))
 
 
@@ -113,7 +113,7 @@ def of_specs(
     made = Sharding(tuple(axes), tuple(sizes), ())
     dims = []
     for name, shape, spec in leaves:
-        split = [_compat.axis_names(names) if names is not None else () for names in spec]
+        split = [_axes.axis_names(names) if names is not None else () for names in spec]
         split += [()] * (len(shape) - len(split))
         for at, (length, names) in enumerate(zip(shape, split, strict=True)):
             shared = [n for n in names if n in workers]

@@ -10,7 +10,7 @@ from jax import lax
 from optax_ext._error_feedback import _buffers, _layout, _residual
 from optax_ext._error_feedback._residual import Residual
 from optax_ext._error_feedback._sparse_state import SparseAllreduceState
-from sparse_collectives import _compat, transport
+from sparse_collectives import _varying, transport
 
 
 def updates(wanted: Any, like: Any, params: Any, state: SparseAllreduceState) -> Any:
@@ -92,4 +92,4 @@ def _returned(state: SparseAllreduceState, errors: list[jax.Array]) -> SparseAll
         in_specs=(_layout.specs_of(layout), spec, jax.sharding.PartitionSpec()),
         out_specs=spec,
     )(errors, state.residual, state.count)
-    return state._replace(residual=_compat.varying_like(residual, state.residual))
+    return state._replace(residual=_varying.varying_like(residual, state.residual))

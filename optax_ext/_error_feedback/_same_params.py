@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import AxisName, _compat
+from sparse_collectives import AxisName, _axes, _varying
 
 
 def check(params: Any, axis: AxisName) -> None:
@@ -19,8 +19,8 @@ def check(params: Any, axis: AxisName) -> None:
     Cost: one pass over the parameters, and two words, when a state is made. Over MPI, in
     :func:`~sparse_collectives.simulate`, and if types prove it, nothing is checked.
     """
-    unknown = not _compat.is_communicator(axis) and _compat.axis_is_bound(axis)
-    if not unknown or _compat.is_simulated(axis) or _compat.checks_varying(axis):
+    unknown = not _axes.is_communicator(axis) and _axes.axis_is_bound(axis)
+    if not unknown or _axes.is_simulated(axis) or _varying.checks_varying(axis):
         return
     # A branch, so that XLA does not fuse this with the program that makes the parameters.
     digest = lax.cond(lax.axis_index(axis) >= 0, _digest, lambda _: jnp.uint32(0), params)

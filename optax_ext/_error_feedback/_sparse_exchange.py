@@ -21,7 +21,8 @@ from sparse_collectives import (
     Selector,
     SparseAllreduce,
     Undelivered,
-    _compat,
+    _axes,
+    _varying,
     extend,
     transport,
 )
@@ -77,7 +78,7 @@ class SparseExchange:
         # A part cuts through layers, so the selector sees it as one layer.
         selector = self.selector.init(layers if shown == layout.size else shown)
         if self.allreduce.shard_axis:
-            shared = _compat.to_varying(shared, self.allreduce.shard_axis)
+            shared = _varying.to_varying(shared, self.allreduce.shard_axis)
         return selector, shared
 
     def reduce(self, step: Accumulated) -> Reduced:
@@ -133,13 +134,13 @@ class SparseExchange:
         self, step: Accumulated, mean: jax.Array, state: SparseAllreduceState, kept: Kept
     ) -> Any:
         """The mean, the changed fields of the state and the kept parts, typed alike in branches."""
-        mean = _compat.to_varying(mean, self.shard_axis)
-        kept = _compat.to_varying(kept, self.options.axis)
+        mean = _varying.to_varying(mean, self.shard_axis)
+        kept = _varying.to_varying(kept, self.options.axis)
         info = _sparse_state.per_worker(
-            state.info, lambda x: _compat.to_varying(x, self.options.axis)
+            state.info, lambda x: _varying.to_varying(x, self.options.axis)
         )
         changed = {name: getattr(state, name) for name in _CHANGED} | {"info": info}
-        return _compat.to_varying((mean, changed, kept), step.layout.device_axes)
+        return _varying.to_varying((mean, changed, kept), step.layout.device_axes)
 
     def _between(self, step: Accumulated) -> tuple[jax.Array, SparseAllreduceState]:
         """A step that is traced without an exchange."""
@@ -208,7 +209,7 @@ class SparseExchange:
         axis, shard_axis = self.options.axis, self.allreduce.shard_axis
         workers, inside = transport.axis_size(axis), transport.axis_size(shard_axis)
         size = increment.shape[0]
-        total = transport.psum(increment, _compat.outer_axis(axis, shard_axis))
+        total = transport.psum(increment, _axes.outer_axis(axis, shard_axis))
         mean, dropped = _applied.dense_mean(self.options.nonfinite, total, workers)
         counts = jnp.stack([jnp.sum(total != 0, dtype=jnp.int32), dropped])
         counts, words = self._over_shards(counts)

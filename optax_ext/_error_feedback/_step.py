@@ -25,7 +25,7 @@ from optax_ext._error_feedback._momentum_correction import MomentumCorrection
 from optax_ext._error_feedback._nonfinite import Pending
 from optax_ext._error_feedback._roles import Role, Rows
 from optax_ext._error_feedback._sparse_state import SparseAllreduceState, StepInfo
-from sparse_collectives import AxisName, _compat, transport
+from sparse_collectives import AxisName, _axes, _varying, transport
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -60,10 +60,10 @@ class ErrorFeedback:
             _owner.mark(options.axis),
             _sparse_state.no_info(),
         )
-        per_worker = _compat.to_varying(_sparse_state.with_lead(per_worker), options.axis)
+        per_worker = _varying.to_varying(_sparse_state.with_lead(per_worker), options.axis)
         *kept, missed, owner, info = per_worker
         # The info is the same on all devices of a worker.
-        kept, shared = _compat.to_varying((kept, shared), layout.device_axes)
+        kept, shared = _varying.to_varying((kept, shared), layout.device_axes)
         residual, velocity, dense_velocity, local, selector = kept
         counters = {
             name: jnp.zeros((), jnp.int32) for name in ("count", "skipped", "dropped", "withheld")
@@ -174,7 +174,7 @@ class ErrorFeedback:
         In rounds a worker decides alone, or together with its node if the node shards its buffer.
         """
         axis = self.options.axis if self.options.every == 1 else self.exchange.shard_axis
-        return (*_compat.axis_names(axis), *layout.device_axes) if layout.device_axes else axis
+        return (*_axes.axis_names(axis), *layout.device_axes) if layout.device_axes else axis
 
     def _largest_limit(self, state: SparseAllreduceState) -> Any:
         """The largest limit of the steps so far, this one included, ``f32[]``."""
@@ -316,7 +316,7 @@ def _of_all_devices(
 def _over_devices(numbers: list[jax.Array], device_axes: tuple[Hashable, ...]) -> list[jax.Array]:
     """Each number gathered from all devices of a worker, ``[m]``, in its dtype."""
     words = [lax.bitcast_convert_type(x, jnp.int32) for x in numbers]
-    gathered = transport.all_gather(_compat.to_varying(jnp.stack(words), device_axes), device_axes)
+    gathered = transport.all_gather(_varying.to_varying(jnp.stack(words), device_axes), device_axes)
     return [lax.bitcast_convert_type(gathered[:, i], x.dtype) for i, x in enumerate(numbers)]
 
 

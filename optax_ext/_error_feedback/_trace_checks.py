@@ -20,14 +20,14 @@ import optax
 from optax_ext._error_feedback import _layout
 from optax_ext._error_feedback._equations import depends_on, is_reduced
 from optax_ext._error_feedback._sparse_state import Settings
-from sparse_collectives import AxisName, _compat, transport
+from sparse_collectives import AxisName, _axes, _varying, transport
 
 
 class UnboundAxisError(ValueError):
     """The axis of a transformation is not bound at the place of the call."""
 
     def __init__(self, axis: Any):
-        if bound := _compat.bound_axes():
+        if bound := _axes.bound_axes():
             message = (
                 f"axis={axis!r} is not bound here; the bound axes are {bound}. Give the "
                 f"transformation one of these as axis=, or the mapped function axis_name={axis!r}."
@@ -50,7 +50,7 @@ class UnboundAxisError(ValueError):
 
 def workers(axis: AxisName) -> int:
     """P, the size of the bound axis."""
-    if not _compat.axis_is_bound(axis):
+    if not _axes.axis_is_bound(axis):
         raise UnboundAxisError(axis)
     return transport.axis_size(axis)
 
@@ -78,7 +78,7 @@ def check_settings(state: Settings, tx: Settings) -> None:
 
 def check_state_axis(state: Any, tx: Any) -> None:
     """The state was made for the axis of the transformation."""
-    if _compat.axis_names(state) != _compat.axis_names(tx):
+    if _axes.axis_names(state) != _axes.axis_names(tx):
         raise ValueError(
             f"the state was made for axis={state!r}, and the transformation has axis={tx!r}. Make "
             "the state with optax_ext.init_state(tx, params, mesh), of the same tx as the step."
@@ -165,7 +165,7 @@ def check_residual(residual: Any, size: int, axis: AxisName) -> None:
     """The state is this worker's part of a state for this number of workers."""
     if residual.ndim == 2 and residual.shape == (1, size):
         # Only types can distinguish one row for all workers from a row for each.
-        shared = _compat.checks_varying(axis) and not _compat.is_varying(residual, axis)
+        shared = _varying.checks_varying(axis) and not _varying.is_varying(residual, axis)
         if shared and transport.axis_size(axis) > 1:
             raise ValueError(
                 f"state.residual is one row that all {workers(axis)} workers of axis {axis!r} "
@@ -195,11 +195,11 @@ def check_residual(residual: Any, size: int, axis: AxisName) -> None:
 
 def check_local_gradients(updates: Any, axis: AxisName) -> None:
     """The gradients are this worker's own, not yet summed over the axis."""
-    if not _compat.checks_varying(axis):
+    if not _varying.checks_varying(axis):
         check_not_averaged(updates, axis)
         return
     for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]:
-        if not _compat.is_varying(leaf, axis):
+        if not _varying.is_varying(leaf, axis):
             raise ValueError(
                 f"updates{jax.tree_util.keystr(path)} is the same on every worker of axis "
                 f"{axis!r}: the gradients are already summed or averaged over it, so there is "
@@ -318,11 +318,11 @@ def check_same_on_devices(
     updates: Any, free: Sequence[tuple[Hashable, ...]], axis: AxisName
 ) -> None:
     """The gradient of a parameter is the same on all devices of a worker that replicate it."""
-    if not _compat.checks_varying(axis):
+    if not _varying.checks_varying(axis):
         return  # The types do not record it.
     leaves = jax.tree_util.tree_leaves_with_path(updates)
     for (path, leaf), names in zip(leaves, free, strict=True):
-        differs = [name for name in names if name in _compat.varying_axes(leaf)]
+        differs = [name for name in names if name in _varying.varying_axes(leaf)]
         if differs:
             raise ValueError(
                 f"updates{jax.tree_util.keystr(path)} may differ between the devices of a worker "

@@ -28,7 +28,7 @@ from optax_ext._error_feedback import (
 from optax_ext._error_feedback._roles import Rows
 from optax_ext._error_feedback._sparse_state import Settings, SparseAllreduceState
 from optax_ext._error_feedback._step import ErrorFeedback
-from sparse_collectives import _compat, transport
+from sparse_collectives import _varying, transport
 
 
 class Transformation:
@@ -76,7 +76,7 @@ class Transformation:
         if self._of_leaves is not None:
             # It sees whole leaves, and the compiler shards its state as it shards them.
             kept = _sparse_state.with_lead(_buffers.init_of_leaves(self._of_leaves, given))
-            state = state._replace(local=_compat.to_varying(kept, axis))
+            state = state._replace(local=_varying.to_varying(kept, axis))
         described = _buffers.describe(self._local, state.local)
         settings = dataclasses.replace(
             feedback.settings,

@@ -15,7 +15,7 @@ from optax_ext._low_rank import _factors, _matrices, _phases
 from optax_ext._low_rank._factors import Factors, times
 from optax_ext._low_rank._matrices import Matrix
 from optax_ext._low_rank._phases import Given, Product, Sum
-from sparse_collectives import _compat, extend, transport
+from sparse_collectives import _varying, extend, transport
 
 # A factor above this bound, divided by the rank, is not sent. The product with a basis is then less
 # than the last bit of the largest number, so no difference from it overflows.
@@ -102,11 +102,11 @@ class LowRankExchange(WholeBuffer):
             return low_rank()
 
         def typed(result: Delivered) -> Delivered:
-            left, right, selected = _compat.to_varying(
+            left, right, selected = _varying.to_varying(
                 (result.left, result.right, result.selected), self.options.axis
             )
             result = result._replace(left=left, right=right, selected=selected)
-            return _compat.to_varying(result, step.layout.device_axes)
+            return _varying.to_varying(result, step.layout.device_axes)
 
         # All workers, and all groups of a larger mesh, have the same count.
         return lax.cond(
@@ -155,9 +155,9 @@ class LowRankExchange(WholeBuffer):
 
         def typed(phase):
             product = phase(given, add)
-            mine = _compat.to_varying((product.left, product.right), self.options.axis)
+            mine = _varying.to_varying((product.left, product.right), self.options.axis)
             product = product._replace(left=mine[0], right=mine[1])
-            return _compat.to_varying(product, step.layout.device_axes)
+            return _varying.to_varying(product, step.layout.device_axes)
 
         # Skipped steps are not counted, so the next one repeats their phase.
         by_rows = (step.state.count - self.options.dense_first) % 2 == 0
@@ -242,8 +242,8 @@ class LowRankExchange(WholeBuffer):
         kept = step.acc - _factors.joined(given_away)[None]
         if not isinstance(result.rounding, tuple):
             kept = kept + result.rounding[None]
-        selected = _compat.to_varying(result.selected, self.options.axis)
-        words = _compat.to_varying(result.words, self.options.axis)
+        selected = _varying.to_varying(result.selected, self.options.axis)
+        words = _varying.to_varying(result.words, self.options.axis)
         _, state = _applied.nothing_exchanged(step, self.options.axis)
         return result.mean, state._replace(
             residual=kept,

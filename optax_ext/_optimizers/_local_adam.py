@@ -9,7 +9,7 @@ from jax import lax
 
 from optax_ext._error_feedback import _options
 from optax_ext._optimizers import _moments
-from sparse_collectives import AxisName, _compat, _validation, transport
+from sparse_collectives import AxisName, _validation, _varying, transport
 
 # The square of a smaller number is not a normal number of float32.
 _SMALLEST = 2.0**-63
@@ -128,7 +128,7 @@ def _averaged(nu: Any, now: jax.Array, axis: AxisName) -> Any:
 
     def mean(tree):
         return jax.tree.map(
-            lambda v: _compat.to_varying(transport.pmean(v, axis), axis).astype(v.dtype), tree
+            lambda v: _varying.to_varying(transport.pmean(v, axis), axis).astype(v.dtype), tree
         )
 
     # The count is typed as varying over the workers, although all of them have the same count.

@@ -12,7 +12,7 @@ from optax_ext._error_feedback._contract import Accumulated, Options, Reduced, W
 from optax_ext._error_feedback._sparse_state import SparseAllreduceState
 from optax_ext._quantized import _units
 from optax_ext._quantized._units import Units
-from sparse_collectives import _compat, extend, transport
+from sparse_collectives import _varying, extend, transport
 
 # A value is cut to so many of its units. Sums of such values, in these units, are finite.
 _LARGEST = 2.0**100
@@ -74,8 +74,8 @@ class QuantizedExchange(WholeBuffer):
             return self._quantized(step)
 
         def typed(result: Delivered) -> Delivered:
-            kept = _compat.to_varying(result.kept, self.options.axis)
-            return _compat.to_varying(result._replace(kept=kept), step.layout.device_axes)
+            kept = _varying.to_varying(result.kept, self.options.axis)
+            return _varying.to_varying(result._replace(kept=kept), step.layout.device_axes)
 
         # All workers, and all groups of a larger mesh, have the same count.
         return lax.cond(
@@ -143,8 +143,8 @@ class QuantizedExchange(WholeBuffer):
     def _keep(self, step: Accumulated, result: Delivered) -> tuple[jax.Array, SparseAllreduceState]:
         """The state with the new residual and units."""
         everything = jnp.int32(step.layout.size)
-        selected = _compat.to_varying(everything, self.options.axis)
-        words = _compat.to_varying(result.words, self.options.axis)
+        selected = _varying.to_varying(everything, self.options.axis)
+        words = _varying.to_varying(result.words, self.options.axis)
         _, state = _applied.nothing_exchanged(step, self.options.axis)
         return result.mean, state._replace(
             residual=result.kept[None],

@@ -19,7 +19,7 @@ from optax_ext._state import (
     _specs,
     _wrappers,
 )
-from sparse_collectives import __version__, _compat
+from sparse_collectives import __version__, _axes
 
 # The format of the metadata and of the states that it describes. It grows when the structure of a
 # state or the meaning of a spec changes, and not with every version of the library.
@@ -72,7 +72,7 @@ def abstract_state(
         places = _specs.state_specs(shapes)
     else:
         places = _placement.placements(shapes, params, given)
-    return jax.tree.map(place, places, shapes, is_leaf=_specs.is_spec)
+    return jax.tree.map(place, places, shapes)
 
 
 def checkpoint_metadata(opt_state: Any) -> dict[str, Any]:
@@ -192,7 +192,7 @@ def _metadata_of(node: SparseAllreduceState) -> dict[str, Any]:
         jax.tree.unflatten(layout.treedef, range(len(layout.shapes)))
     )
     metadata = {
-        "workers": _compat.ranks(node.settings.axis) or node.workers,
+        "workers": _axes.ranks(node.settings.axis) or node.workers,
         "n": layout.size,
         "selector": _declared("selector", node.settings.selector),
         "allreduce": _declared("allreduce", node.settings.allreduce),

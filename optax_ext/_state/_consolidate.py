@@ -11,7 +11,7 @@ from optax_ext._error_feedback._roles import Role
 from optax_ext._error_feedback._sparse_state import SparseAllreduceState
 from optax_ext._state import _host_checks, _index, _nnx, _placement, _shards, _wrappers
 from optax_ext._state._residual_tree import residual_tree
-from sparse_collectives import _compat
+from sparse_collectives import _axes
 
 
 @_placement.on_auto_axes
@@ -82,7 +82,7 @@ def check(call: str, params: Any, opt_state: Any) -> None:
 
 def mean(node: SparseAllreduceState) -> jax.Array:
     """The mean of the residuals over the workers, ``f32[m, n]``, a row for each of m devices."""
-    if _compat.axis_is_bound(node.settings.axis):
+    if _axes.axis_is_bound(node.settings.axis):
         raise ValueError(
             "consolidate was called inside the function mapped over axis "
             f"{node.settings.axis!r}, where each worker sees its own residual. Call it outside."

@@ -15,7 +15,7 @@ from optax_ext._state import _index, _nnx
 from optax_ext._state._wrappers import get_states as get_states
 from optax_ext._state._wrappers import is_state as is_state
 from optax_ext._state._wrappers import reductions as reductions
-from sparse_collectives import _compat
+from sparse_collectives import _axes, _varying
 
 
 def get_state(opt_state: Any) -> SparseAllreduceState | None:
@@ -98,12 +98,12 @@ def accumulators(inner: Any, params: Any) -> Any:
       ValueError: a dense reduction whose axis is not bound.
     """
     sparse, axis = get_states(inner), axis_of(inner)
-    bound = _compat.axis_is_bound(axis)
-    if not sparse and not bound and not _compat.ranks(axis):
+    bound = _axes.axis_is_bound(axis)
+    if not sparse and not bound and not _axes.ranks(axis):
         raise ValueError(
             f"axis={axis!r} is not bound where init is called. Call init inside the mapped "
             "function, or use optax_ext.init_state(tx, params, mesh)."
         )
     lead = sparse[0].workers if sparse else 1
     acc = jax.tree.map(lambda x: jnp.zeros((lead, *jnp.shape(x)), jnp.float32), params)
-    return _compat.to_varying(acc, axis) if bound else acc
+    return _varying.to_varying(acc, axis) if bound else acc

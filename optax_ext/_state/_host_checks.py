@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 from optax_ext._error_feedback import _trace_checks
 from optax_ext._error_feedback._sparse_state import SparseAllreduceState
 from optax_ext._state import _index, _wrappers
-from sparse_collectives import AxisName, _compat
+from sparse_collectives import AxisName, _axes
 
 
 def check_transformation(call: str, tx: Any, mesh: Any, *kinds: type) -> None:
@@ -49,7 +49,7 @@ def check_workers(opt_state: Any, mesh: Mesh) -> None:
     axis_on(mesh, opt_state)
     for state in _wrappers.get_states(opt_state):
         check_all_rows("opt_state", state)
-        names = _compat.axis_names(state.settings.axis)
+        names = _axes.axis_names(state.settings.axis)
         workers = math.prod(mesh.shape[name] for name in names)
         sharding = state.layout.sharding
         parts = math.prod(mesh.shape[name] for name in sharding.axes)
@@ -75,7 +75,7 @@ def _described(value: Any) -> str:
 
 def check_mesh_axis(axis: Any) -> None:
     """Checks that the axis belongs to a mesh and is not an MPI communicator."""
-    if _compat.ranks(axis):
+    if _axes.ranks(axis):
         raise ValueError(
             "the axis of the transformation is an MPI communicator, and this is for the axes of a "
             "mesh. Over MPI each process is one worker with its own part of the state: call "
@@ -90,8 +90,8 @@ def check_mesh_axis(axis: Any) -> None:
 
 def check_axis(axis: Any, names: tuple[str, ...]) -> None:
     """Checks that every name of ``axis`` is the name of an axis of the mesh."""
-    check_mesh_axis(_compat.static_axis(axis))
-    missing = [name for name in _compat.axis_names(axis) if name not in names]
+    check_mesh_axis(_axes.static_axis(axis))
+    missing = [name for name in _axes.axis_names(axis) if name not in names]
     if missing:
         raise ValueError(
             f"axis={axis!r} of the transformation is not an axis of the mesh, whose axes are "
@@ -108,7 +108,7 @@ def copies(node: SparseAllreduceState) -> np.ndarray:
     owner = node.owner
     said = isinstance(owner, jax.Array | np.ndarray) and not isinstance(owner, Tracer)
     # Over MPI each process has its own row, but the state does not record the rank.
-    if not said or _compat.ranks(node.settings.axis):
+    if not said or _axes.ranks(node.settings.axis):
         return np.zeros(0, np.int32)
     if isinstance(owner, np.ndarray) or owner.is_fully_addressable:
         read = [(0, np.asarray(owner))]
@@ -144,7 +144,7 @@ def check_own(name: str, opt_state: Any) -> None:
 def check_whole(name: str, node: SparseAllreduceState) -> None:
     """Checks that a state has the rows of all workers that it was made for."""
     workers = node.settings.workers
-    if np.ndim(node.residual) != 2 or _compat.ranks(node.settings.axis) or node.workers >= workers:
+    if np.ndim(node.residual) != 2 or _axes.ranks(node.settings.axis) or node.workers >= workers:
         return
     raise ValueError(
         f"{name} has the residual of {node.workers} of {workers} workers, as "
@@ -172,7 +172,7 @@ def check_all_rows(name: str, node: SparseAllreduceState) -> None:
             "    )"
         )
     check_whole(name, node)
-    workers, rows = _compat.ranks(node.settings.axis), node.workers
+    workers, rows = _axes.ranks(node.settings.axis), node.workers
     if workers and rows != workers:
         raise ValueError(
             f"{name} was made over an MPI communicator of {workers} ranks and has the part of "
@@ -185,7 +185,7 @@ def check_all_rows(name: str, node: SparseAllreduceState) -> None:
 def check_before_accumulation(updates: Any, inner: Any, params: Any) -> None:
     """Checks that gradients before ``inner`` are local, and at ``ahead`` if it looks ahead."""
     axis = _index.of(inner).axis
-    if not _compat.ranks(axis) and _compat.axis_is_bound(axis):
+    if not _axes.ranks(axis) and _axes.axis_is_bound(axis):
         _trace_checks.check_not_averaged(updates, axis)
     for state in _wrappers.get_states(inner):
         _trace_checks.warn_without_ahead(updates, state, params)
@@ -273,7 +273,7 @@ def check_global(batch: Any, mesh: Mesh, opt_state: Any, in_rounds: bool) -> Non
 
 def check_batch(batch: Any, mesh: Mesh, axis: AxisName) -> None:
     """Checks that the leading dimension of each leaf can be split over the workers."""
-    workers = math.prod(mesh.shape[name] for name in _compat.axis_names(axis))
+    workers = math.prod(mesh.shape[name] for name in _axes.axis_names(axis))
     check_arrays(batch)
     leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
     for path, leaf in leaves:

@@ -18,8 +18,8 @@ from optax_ext._error_feedback import _roles
 from optax_ext._error_feedback._layout import TreeLayout
 from optax_ext._error_feedback._roles import Field, Role, Rows
 from optax_ext._error_feedback._sparse_state import Settings, SparseAllreduceState
-from optax_ext._state import _wrappers
-from sparse_collectives import _compat
+from optax_ext._state import _whole_optimizers, _wrappers
+from sparse_collectives import _axes
 
 _WHOLE = Field(Role.SHARED, Rows.NONE)
 # optax's public state. Around a reduction its gradients are local, and have no axis for the
@@ -60,7 +60,7 @@ class Index:
       moves: the movements of local steps.
       axes: the axes that the reductions name; one, unless there is a mistake.
       only_sparse: whether no reduction is dense.
-      misuse: an error text about the wrappers around the reductions, or None.
+      misuse: an error text about what is around the reductions or next to them, or None.
     """
 
     leaves: tuple[Leaf, ...]
@@ -106,6 +106,11 @@ class Index:
         adds_up = Role.SUMMED, Role.MOVED
         return any(leaf.role in adds_up and not leaf.reduces for leaf in self.leaves)
 
+    @functools.cached_property
+    def joins(self) -> bool:
+        """Whether a wrapper keeps gradients of the workers that outside are joined in one array."""
+        return any(leaf.rows is Rows.JOINED for leaf in self.leaves)
+
     @property
     def axis(self) -> Any:
         """The axis that the reductions were made for.
@@ -133,7 +138,7 @@ class Index:
         """Raises a ValueError if a wrapper around a reduction, or its state, can't be there."""
         if self.misuse is not None:
             raise ValueError(self.misuse)
-        if any(leaf.rows is Rows.JOINED for leaf in self.leaves):
+        if self.joins:
             _wrappers.check_multi_steps(opt_state)
 
     def moved(self, leaves: list[Any]) -> list[Any]:
@@ -187,7 +192,7 @@ def _made(structure: Any) -> Index:
         moves=tuple(found.moves),
         axes=axes,
         only_sparse=len(sparse) == len(reductions),
-        misuse=_wrappers.misuse(tree),
+        misuse=_wrappers.misuse(tree) or _whole_optimizers.misuse(tree),
     )
 
 
@@ -254,5 +259,5 @@ def _spec(field: Field, axes: Any, sparse: SparseAllreduceState | None) -> Parti
         shards = (*(() if sparse is None else sparse.settings.shard_axis), *devices)
         return PartitionSpec(shards) if shards else PartitionSpec()
     if rows in (Rows.DEVICE, Rows.DENSE) and devices:
-        return PartitionSpec((*_compat.axis_names(axis), *devices))
+        return PartitionSpec((*_axes.axis_names(axis), *devices))
     return PartitionSpec(axis)

@@ -19,9 +19,8 @@ from optax_ext._state import (
     _host_checks,
     _placement,
     _specs,
-    _whole_optimizers,
 )
-from sparse_collectives import AxisName, _compat
+from sparse_collectives import AxisName, _axes
 
 
 def init_state(
@@ -102,7 +101,6 @@ def _made(tx: Any, params: Any, mesh: Any, specs: Any) -> tuple[Any, Any]:
         _host_checks.check_axis(axis, names)
         for state in _find.get_states(local):
             _param_sharding.check_found(state.layout.sharding, given, axis)
-        _whole_optimizers.check(local)
         _warn_of_multi_steps(local)
     specs = _specs.state_specs(local)
     if isinstance(mesh, Mapping):
@@ -111,7 +109,7 @@ def _made(tx: Any, params: Any, mesh: Any, specs: Any) -> tuple[Any, Any]:
     if given is None or not reduces:
         mapped = jax.shard_map(init, mesh=mesh, in_specs=PartitionSpec(), out_specs=specs)
         return jax.jit(mapped)(params), specs
-    workers = _compat.axis_names(_find.axis_of(local))
+    workers = _axes.axis_names(_find.axis_of(local))
     mapped = jax.shard_map(
         init,
         mesh=mesh,
@@ -123,7 +121,7 @@ def _made(tx: Any, params: Any, mesh: Any, specs: Any) -> tuple[Any, Any]:
     where = _placement.placements(whole, params, given)
     if isinstance(mesh, AbstractMesh):
         return jax.jit(mapped)(params), where
-    placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), where, is_leaf=_specs.is_spec)
+    placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), where)
     made = jax.jit(mapped, out_shardings=placed)(_placement.put(params, mesh, given))
     return made, where
 
@@ -152,13 +150,12 @@ def _on(mesh: Any, state: Any, specs: Any) -> Any:
         lambda spec, x: jax.device_put(x, NamedSharding(mesh, spec)),
         specs,
         state,
-        is_leaf=_specs.is_spec,
     )
 
 
 def _joined(x: jax.Array, spec: PartitionSpec, names: tuple[str, ...]) -> jax.Array:
     """The values of all workers, along one leading axis for the names in ``spec``."""
-    split = _compat.axis_names(spec[0]) if len(spec) else ()
+    split = _axes.axis_names(spec[0]) if len(spec) else ()
     # In the order of the spec; along all other axes values are equal, and the first is taken.
     x = x[tuple(slice(None) if name in split else 0 for name in names)]
     kept = [name for name in names if name in split]
@@ -181,12 +178,12 @@ def transformation(
 
     def anywhere(params: Any) -> Any:
         _flax.register()
-        if _compat.axis_is_bound(axis):
+        if _axes.axis_is_bound(axis):
             return init(params)
-        names = _compat.axis_names(axis)
+        names = _axes.axis_names(axis)
         if _layout.is_placeholder(params):
             return _of_one(init, names)(params)
-        mesh = _compat.ambient_mesh()
+        mesh = _axes.ambient_mesh()
         if mesh is None or not set(names) <= set(mesh.axis_names):
             return init(params)  # Raises an error with advice.
         return init_state(made, params, mesh)
@@ -236,7 +233,7 @@ def with_mesh(
     tx = _held.held(tx)
 
     def init(params: Any) -> Any:
-        if _compat.bound_axes() or _layout.is_placeholder(params):
+        if _axes.bound_axes() or _layout.is_placeholder(params):
             return tx.init(params)
         return init_state(tx, params, mesh, specs=specs)
 

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from optax_ext._error_feedback._param_sharding import ParamSharding
 from optax_ext._error_feedback._roles import Rows
 from optax_ext._state import _index, _specs
-from sparse_collectives import _compat
+from sparse_collectives import _axes
 
 
 def with_auto_axes(mesh: Mesh) -> Mesh:
@@ -29,7 +29,7 @@ def with_auto_axes(mesh: Mesh) -> Mesh:
 @contextlib.contextmanager
 def around(mesh: Any) -> Generator[None]:
     """Replaces the mesh of ``jax.set_mesh``, if there is one, by this one with its axis types."""
-    set_by_user = _compat.ambient_mesh()
+    set_by_user = _axes.ambient_mesh()
     if not isinstance(mesh, Mesh) or set_by_user is None:
         yield
     elif isinstance(set_by_user, Mesh) and set_by_user != mesh:
@@ -49,7 +49,7 @@ def of_program(mesh: Mesh, traced: Any = ()) -> Mesh:
     It has them under ``jax.set_mesh(mesh)``, and in a trace whose arguments ``traced`` have them:
     JAX takes an operand, or a carried value of a loop, only with the axis types of the others.
     """
-    around = [_compat.ambient_mesh()]
+    around = [_axes.ambient_mesh()]
     around += [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(traced)]
     explicit = any(m is not None and AxisType.Explicit in m.axis_types for m in around)
     return mesh if explicit else with_auto_axes(mesh)
@@ -94,7 +94,7 @@ def on_auto_axes(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def anywhere(*args: Any, **kwargs: Any) -> Any:
-        mesh = _compat.ambient_mesh()
+        mesh = _axes.ambient_mesh()
         if not isinstance(mesh, Mesh) or mesh == with_auto_axes(mesh):
             return function(*args, **kwargs)
         args, kwargs = typed((args, kwargs), with_auto_axes)
@@ -107,7 +107,7 @@ def on_auto_axes(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def as_around(tree: Any) -> Any:
     """Arrays with the axis types of the mesh of ``jax.set_mesh``, if they are on its devices."""
-    mesh = _compat.ambient_mesh()
+    mesh = _axes.ambient_mesh()
     if not isinstance(mesh, Mesh) or (auto := with_auto_axes(mesh)) == mesh:
         return tree
     return typed(tree, lambda found: mesh if found == auto else found)
@@ -140,12 +140,10 @@ def given_of(
                 lambda spec, tree: jax.tree.map(lambda _: spec, tree),
                 specs,
                 params,
-                is_leaf=_specs.is_spec,
             ),
-            is_leaf=_specs.is_spec,
         )
     for (path, _), spec in zip(flat, found, strict=True):
-        missing = [n for dim in spec if dim for n in _compat.axis_names(dim) if n not in sizes]
+        missing = [n for dim in spec if dim for n in _axes.axis_names(dim) if n not in sizes]
         if missing:
             raise ValueError(
                 f"params{jax.tree_util.keystr(path)} has the spec {spec}, and axis {missing[0]!r} "

@@ -7,13 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import PartitionSpec
 
 from optax_ext._error_feedback import _buffers, _layout, _owner, _residual, _trace_checks
 from optax_ext._error_feedback._sparse_state import SparseAllreduceState
 from optax_ext._state import _index, _wrappers
-from sparse_collectives import _compat, transport
+from optax_ext._state._wrappers import is_mask
+from sparse_collectives import _axes, _varying, transport
 from sparse_collectives._platform import once
 
 
@@ -95,11 +95,6 @@ def of_vector(vector: jax.Array, layout: _layout.TreeLayout) -> Any:
     return _buffers.unravel(vector, dense, layout, saturate=True)
 
 
-def is_mask(node: Any) -> bool:
-    """Whether it stands for leaves that a part of an optimizer does not receive."""
-    return isinstance(node, optax.MaskedNode)
-
-
 _OUTSIDE = (
     "optax_ext.ahead was called where axis={axis!r} is not bound. It gives the parameters at which "
     "one worker takes its gradient, and is for the step of optax_ext.data_parallel, or of a "
@@ -127,11 +122,11 @@ def ahead(params: Any, opt_state: Any) -> Any:
     index = _index.index_of(structure)
     # Over MPI the state has the number of ranks, and nothing is typed as varying.
     axis = index.axis
-    ranks = _compat.ranks(axis)
-    if not ranks and not _compat.axis_is_bound(axis):
+    ranks = _axes.ranks(axis)
+    if not ranks and not _axes.axis_is_bound(axis):
         raise ValueError(_OUTSIDE.format(axis=axis))
     workers = ranks or _trace_checks.workers(axis)
-    local = params if ranks else _compat.to_varying(params, axis)
+    local = params if ranks else _varying.to_varying(params, axis)
     if moved := index.moved(leaves):
         mine, treedef = jax.tree.flatten(local)
         pairs = zip(mine, _spread(moved, local), strict=True)
@@ -176,7 +171,7 @@ def _own_residual(state: SparseAllreduceState) -> jax.Array:
     axis = state.settings.axis
     residual = _residual.load(state.residual)
     # Over MPI the rank is not in the state; the step leaves out copies.
-    return residual if _compat.ranks(axis) else _owner.own(residual, state.owner, axis)
+    return residual if _axes.ranks(axis) else _owner.own(residual, state.owner, axis)
 
 
 def _share_of_part(residual: jax.Array, layout: Any, settings: Any, workers: int) -> Any:
@@ -187,7 +182,7 @@ def _share_of_part(residual: jax.Array, layout: Any, settings: Any, workers: int
         return of_vector(jnp.zeros((size,), jnp.float32), layout)
     share = coefficient * residual[0]
     inside = settings.shard_axis
-    if _compat.ranks(inside):
+    if _axes.ranks(inside):
         raise ValueError(
             "ahead: of a hierarchical allreduce over MPI communicators a worker can't gather the "
             "residual of its node. Leave out step_ahead=."

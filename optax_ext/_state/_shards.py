@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from optax_ext._error_feedback import _buffers, _layout
 from optax_ext._error_feedback._sparse_state import SparseAllreduceState
 from optax_ext._state._residual_tree import of_vector
-from sparse_collectives import _compat
+from sparse_collectives import _axes
 
 
 def workers_in_node(node: SparseAllreduceState) -> int:
@@ -24,7 +24,7 @@ def workers_in_node(node: SparseAllreduceState) -> int:
     shard_axis = node.settings.shard_axis
     if not shard_axis:
         return 1
-    if of_ranks := _compat.ranks(shard_axis):
+    if of_ranks := _axes.ranks(shard_axis):
         return of_ranks
     arrays = jax.tree.leaves(node.allreduce)
     if arrays:
@@ -35,7 +35,7 @@ def workers_in_node(node: SparseAllreduceState) -> int:
     if isinstance(placed, NamedSharding) and placed.spec:
         sizes = placed.mesh.shape
         # Axes of one worker are not in the spec.
-        split = math.prod(sizes[name] for name in _compat.axis_names(placed.spec[0] or ()))
+        split = math.prod(sizes[name] for name in _axes.axis_names(placed.spec[0] or ()))
         if split == node.residual.shape[0] and set(shard_axis) <= set(sizes):
             return math.prod(sizes[name] for name in shard_axis)
     size = part_size(node)
@@ -140,7 +140,7 @@ def parted(rows: np.ndarray, layout: _layout.TreeLayout, *, dense: bool = False)
 
 
 def _inner_first(node: SparseAllreduceState) -> bool:
-    names = _compat.axis_names(node.settings.axis)
+    names = _axes.axis_names(node.settings.axis)
     inner = node.settings.shard_axis
     if names[-len(inner) :] == inner:
         return False

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_ext._error_feedback._roles import Rows
 from optax_ext._state import _host_checks, _index
-from sparse_collectives import AxisName, _compat
+from sparse_collectives import AxisName, _axes
 
 
 def state_specs(opt_state: Any, *, manual: AxisName | None = None) -> Any:
@@ -46,8 +46,8 @@ def on_axes(specs: Any, manual: AxisName | None) -> Any:
     """The specs restricted to the axes ``manual``; unchanged if that is None."""
     if manual is None:
         return specs
-    names = _compat.axis_names(manual)
-    return jax.tree.map(lambda spec: restricted(spec, names), specs, is_leaf=is_spec)
+    names = _axes.axis_names(manual)
+    return jax.tree.map(lambda spec: restricted(spec, names), specs)
 
 
 def _all_specs(opt_state: Any) -> Any:
@@ -70,15 +70,10 @@ def _all_specs(opt_state: Any) -> Any:
     return treedef.unflatten(map(spec, index.leaves, leaves))
 
 
-def is_spec(node: Any) -> bool:
-    """Whether it is a PartitionSpec, which is a leaf."""
-    return isinstance(node, PartitionSpec)
-
-
 def restricted(spec: PartitionSpec, names: Collection[Hashable]) -> PartitionSpec:
     """``spec`` without any other names."""
     kept = [
-        tuple(name for name in _compat.axis_names(dim) if name in names) if dim is not None else ()
+        tuple(name for name in _axes.axis_names(dim) if name in names) if dim is not None else ()
         for dim in spec
     ]
     while kept and not kept[-1]:

@@ -14,7 +14,7 @@ import jax
 import optax
 
 from optax_ext._error_feedback._sparse_state import SparseAllreduceState
-from optax_ext._state._residual_tree import is_mask
+from optax_ext._state._wrappers import is_mask
 
 # These divide or accumulate their inputs, or take the sign, and take them for gradients.
 _OF_GRADIENTS = (
@@ -41,27 +41,28 @@ def whole(
     return optax.GradientTransformationExtraArgs(cast(Any, init), sparse.update)
 
 
-def check(opt_state: Any) -> None:
-    """Checks that no optimizer in a chain takes the steps of a complete optimizer for gradients.
+def misuse(opt_state: Any) -> str | None:
+    """The error text about an optimizer that takes the steps of a complete one for gradients.
+
+    That is one with moments or momentum after a complete optimizer in a chain, or ``optax.sgd``
+    next to one. None if there is none.
 
     Args:
-      opt_state: the state of the whole chain, or the shapes of it.
-
-    Raises:
-      ValueError: moments or momentum follow a complete optimizer, or ``optax.sgd`` is next to one.
+      opt_state: the state of the whole chain, or anything of its structure.
     """
     for chain in _chains(opt_state):
         found = [bool(_wholes(part)) for part in chain]
         first = found.index(True)
         for node in _optimizers(chain[first + 1 :]):
             if _shares_leaves(node, chain[first]):
-                _refuse(type(node).__name__.removesuffix("State"))
+                return _misuse_of(type(node).__name__.removesuffix("State"))
         if any(map(_is_sgd, chain)):
-            _refuse("optax.sgd, or a chain inside of the chain, without a state,")
+            return _misuse_of("optax.sgd, or a chain inside of the chain, without a state,")
+    return None
 
 
-def _refuse(name: str) -> None:
-    raise ValueError(
+def _misuse_of(name: str) -> str:
+    return (
         f"tx has {name} next to sparse_adamw, sparse_sgd or ok_topk_sgd, and increases the "
         "loss: their updates include the learning rate and its sign. Take one of the two: "
         "sparse_adamw, for example, without optax.adamw or optax.sgd in the chain; or "

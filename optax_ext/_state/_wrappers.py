@@ -46,6 +46,11 @@ def is_state(node: Any) -> bool:
     return isinstance(node, SparseAllreduceState)
 
 
+def is_mask(node: Any) -> bool:
+    """Whether it stands for leaves that a part of an optimizer does not receive."""
+    return isinstance(node, optax.MaskedNode)
+
+
 def get_states(opt_state: Any) -> list[SparseAllreduceState]:
     """Every :class:`SparseAllreduceState` in ``opt_state``: one for each bucket or group."""
     return list(filter(is_state, jax.tree.leaves(opt_state, is_leaf=is_state)))

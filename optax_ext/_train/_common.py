@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from optax_ext._error_feedback._equations import common_among
-from sparse_collectives import AxisName, _compat
+from sparse_collectives import AxisName, _axes, _varying
 
 
 def updates_of(updates: Any, axis: AxisName) -> Any:
@@ -21,15 +21,15 @@ def updates_of(updates: Any, axis: AxisName) -> Any:
     Raises:
       ValueError: an update depends on a gradient that nothing has reduced.
     """
-    if not _compat.checks_varying(axis):
+    if not _varying.checks_varying(axis):
         return updates  # The types do not record it.
-    names, is_common = set(_compat.axis_names(axis)), common_among(axis)
+    names, is_common = set(_axes.axis_names(axis)), common_among(axis)
 
     def common(path: Any, leaf: Any) -> Any:
-        if not names & _compat.varying_axes(leaf):
+        if not names & _varying.varying_axes(leaf):
             return leaf
         if is_common(leaf):
-            return _compat.to_invarying(leaf, axis)
+            return _varying.to_invarying(leaf, axis)
         name = f"params{jax.tree_util.keystr(path)}"
         raise ValueError(
             f"the update of {name} differs between the workers of axis {axis!r}: no transformation "
@@ -48,17 +48,17 @@ def state_of(opt_state: Any, specs: Any, axis: AxisName) -> Any:
     Raises:
       ValueError: such a value depends on a gradient that nothing has reduced.
     """
-    if not _compat.checks_varying(axis):
+    if not _varying.checks_varying(axis):
         return opt_state  # The types do not record it.
-    names, is_common = set(_compat.axis_names(axis)), common_among(axis)
+    names, is_common = set(_axes.axis_names(axis)), common_among(axis)
     leaves, structure = jax.tree_util.tree_flatten_with_path(opt_state)
 
     def common(path: Any, leaf: Any, spec: Any) -> Any:
-        split = set(_compat.axis_names(spec[0])) if len(spec) else set()
-        if not (names & _compat.varying_axes(leaf)) - split:
+        split = set(_axes.axis_names(spec[0])) if len(spec) else set()
+        if not (names & _varying.varying_axes(leaf)) - split:
             return leaf
         if not split and is_common(leaf):
-            return _compat.to_invarying(leaf, axis)
+            return _varying.to_invarying(leaf, axis)
         raise ValueError(
             f"opt_state{jax.tree_util.keystr(path)} differs between the workers of axis "
             f"{axis!r}: a transformation makes its state from gradients that are not reduced "

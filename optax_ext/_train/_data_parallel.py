@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from optax_ext._error_feedback import _equations
 from optax_ext._state import _find, _host_checks, _nnx, _placement, _specs, _wrappers
 from optax_ext._train import _ahead, _arrays, _examples, _mapped, _places, _skipped
-from sparse_collectives import AxisName, _compat, _jaxprs, transport
+from sparse_collectives import AxisName, _axes, _jaxprs, transport
 
 _ARRAY, _WHOLE = object(), PartitionSpec()
 
@@ -130,7 +130,7 @@ def data_parallel(
     @functools.wraps(step)
     def everywhere(*args: Any) -> Any:
         axis, mesh = _find.axis_of(args), _mesh_of(args)
-        workers = math.prod(mesh.shape[name] for name in _compat.axis_names(axis))
+        workers = math.prod(mesh.shape[name] for name in _axes.axis_names(axis))
         at = chosen.positions(args, workers)
         batch = [args[i] for i in at]
         kept = [_with_numbers(arg) for i, arg in enumerate(args) if i not in at]
@@ -204,7 +204,7 @@ def _is_key(x: Any) -> bool:
 def _split(tree: Any, specs: Any) -> tuple[list[Any], list[PartitionSpec], Any]:
     """The arrays of a tree, their specs, and all else of it, which is static."""
     leaves, structure = jax.tree.flatten(tree)
-    pairs = zip(leaves, jax.tree.leaves(specs, is_leaf=_specs.is_spec), strict=True)
+    pairs = zip(leaves, jax.tree.leaves(specs), strict=True)
     arrays = [(x, spec) for x, spec in pairs if _ahead.is_array(x)]
     fixed = tuple(_ARRAY if _ahead.is_array(x) else x for x in leaves)
     return [x for x, _ in arrays], [spec for _, spec in arrays], (structure, fixed)
@@ -245,7 +245,7 @@ def _mesh_of(args: Any) -> Any:
 
 
 def _own_key(keys: Any, axis: AxisName) -> Any:
-    fold_in = functools.partial(jax.random.fold_in, data=_compat.axis_index(axis))
+    fold_in = functools.partial(jax.random.fold_in, data=_axes.axis_index(axis))
     return functools.reduce(lambda f, _: jax.vmap(f), keys.shape, fold_in)(keys)
 
 
@@ -267,7 +267,7 @@ def _agreed(x: Any, spec: PartitionSpec, place: tuple[str, bool], axis: AxisName
     if not isinstance(x, jax.Array) or len(spec):
         return x
     if _is_key(x):
-        data = jnp.where(_compat.axis_index(axis) == 0, jax.random.key_data(x), 0)
+        data = jnp.where(_axes.axis_index(axis) == 0, jax.random.key_data(x), 0)
         return jax.random.wrap_key_data(jax.lax.psum(data, axis), impl=jax.random.key_impl(x))
     name, kept = place
     if kept:

@@ -15,7 +15,7 @@ from optax_ext._error_feedback import _sparse_state, _trace_checks
 from optax_ext._state import _index, _specs
 from optax_ext._state._residual_tree import ahead
 from optax_ext._train import _common, _weights
-from sparse_collectives import AxisName, _compat, transport
+from sparse_collectives import AxisName, _axes, transport
 
 WHOLE = PartitionSpec()
 
@@ -33,7 +33,7 @@ def mapped(
 
     The compiler handles all axes but ``manual``, the axes of the workers; ``()`` stands for all.
     """
-    names = {"axis_names": set(_compat.axis_names(manual))} if manual else {}
+    names = {"axis_names": set(_axes.axis_names(manual))} if manual else {}
     return jax.shard_map(
         function, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=check_vma, **names
     )
@@ -60,7 +60,7 @@ class Workers(NamedTuple):
     def of(cls, opt_state: Any, *, sharded: bool = False) -> Workers:
         """The workers of a state; ``sharded`` if the compiler handles the other axes."""
         index, specs = _index.of(opt_state), _specs.state_specs(opt_state)
-        manual = _compat.axis_names(index.axis) if sharded else ()
+        manual = _axes.axis_names(index.axis) if sharded else ()
         inside = _specs.on_axes(specs, manual or None)
         return cls(index.axis, specs, inside, index.takes_local_steps, manual)
 

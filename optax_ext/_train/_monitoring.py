@@ -12,7 +12,7 @@ from optax_ext._error_feedback import _owner
 from optax_ext._state import _find, _nnx, _placement, _wrappers
 from optax_ext._train import _skipped
 from optax_ext._transforms import _xi
-from sparse_collectives import _compat, _validation
+from sparse_collectives import _axes, _validation
 
 Writer = Callable[[int, dict[str, float]], Any]
 
@@ -92,7 +92,7 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
 def _absent(state: Any) -> int:
     """The workers without a row, seen from outside of the mapped function."""
     axis = state.settings.axis
-    inside = bool(_compat.ranks(axis)) or _compat.axis_is_bound(axis)
+    inside = bool(_axes.ranks(axis)) or _axes.axis_is_bound(axis)
     return 0 if inside else max(state.settings.workers - state.workers, 0)
 
 

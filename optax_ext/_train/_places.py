@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from optax_ext._state import _host_checks, _index, _placement, _specs
-from sparse_collectives import _compat
+from sparse_collectives import _axes
 
 
 def of(params: Any, opt_state: Any, mesh: Mesh, batch_spec: PartitionSpec | None) -> Places:
@@ -33,8 +33,8 @@ def of(params: Any, opt_state: Any, mesh: Mesh, batch_spec: PartitionSpec | None
         given = _placement.given_of(params, mesh, PartitionSpec())
     axis = index.axis
     batch = PartitionSpec(axis) if batch_spec is None else batch_spec
-    workers = _compat.axis_names(axis)
-    first = _compat.axis_names(batch[0]) if len(batch) and batch[0] is not None else ()
+    workers = _axes.axis_names(axis)
+    first = _axes.axis_names(batch[0]) if len(batch) and batch[0] is not None else ()
     if first[: len(workers)] != workers:
         raise ValueError(
             f"batch_spec={batch_spec} must split the leading dimension over the workers first, and "
@@ -54,7 +54,7 @@ def of(params: Any, opt_state: Any, mesh: Mesh, batch_spec: PartitionSpec | None
     else:
         specs = [given.specs[path] for path in paths]
         states = _placement.placements(opt_state, params, given)
-    leaves = jax.tree.leaves(states, is_leaf=_specs.is_spec)
+    leaves = jax.tree.leaves(states)
     return Places(
         [NamedSharding(mesh, spec) for spec in specs],
         [NamedSharding(mesh, spec) for spec in leaves],

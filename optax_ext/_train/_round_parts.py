@@ -13,7 +13,7 @@ from optax_ext._error_feedback import _phases, _roles, _sparse_state
 from optax_ext._error_feedback._sparse_state import SparseAllreduceState
 from optax_ext._state import _host_checks, _index, _wrappers
 from optax_ext._train import _mapped
-from sparse_collectives import _compat
+from sparse_collectives import _varying
 
 
 class Parts(NamedTuple):
@@ -56,7 +56,7 @@ class Parts(NamedTuple):
             nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
             opt_state = _phases.of(_phases.EXCHANGE, opt_state)
             _, opt_state = self.step.chain.update(
-                _compat.to_varying(nothing, workers.axis), opt_state, nothing, value=jnp.zeros(())
+                _varying.to_varying(nothing, workers.axis), opt_state, nothing, value=jnp.zeros(())
             )
             return [_in_each(x, lambda x: x[None]) for x in _phases.arrived(opt_state)]
 

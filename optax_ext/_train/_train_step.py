@@ -12,7 +12,7 @@ import optax
 from jax.core import Tracer
 from jax.sharding import Mesh, PartitionSpec
 
-from optax_ext._state import _held, _host_checks, _index, _placement, _whole_optimizers
+from optax_ext._state import _held, _host_checks, _index, _placement
 from optax_ext._train import _arrays, _mapped, _places, _skipped
 
 
@@ -246,7 +246,6 @@ class TrainStep:
         if places is None or not places.holds(params):
             _host_checks.check_order("step(params, opt_state, batch)", params, opt_state)
             _host_checks.check_workers(opt_state, self._mesh)
-            _whole_optimizers.check(opt_state)
             if not self._in_rounds:
                 _tell_of_rounds(opt_state)
             places = _places.of(params, opt_state, mesh, self._batch_spec)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import _compat
+from sparse_collectives import _varying
 
 
 def only_if(
@@ -32,8 +32,8 @@ def only_if(
         # Both branches must have the same types, varying axes included.
         updates, new = result
         return (
-            jax.tree.map(_compat.varying_like, updates, shapes),
-            jax.tree.map(_compat.varying_like, new, state, state_shapes),
+            jax.tree.map(_varying.varying_like, updates, shapes),
+            jax.tree.map(_varying.varying_like, new, state, state_shapes),
         )
 
     with jax.named_scope(scope):

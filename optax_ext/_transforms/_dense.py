@@ -10,7 +10,7 @@ import optax
 from optax_ext._error_feedback import _groups, _nonfinite, _same_params, _trace_checks
 from optax_ext._error_feedback._dense_state import DenseState
 from optax_ext._state import _flax
-from sparse_collectives import AxisName, _compat, _validation, extend, transport
+from sparse_collectives import AxisName, _axes, _validation, extend, transport
 
 DTYPES = ("float16", "bfloat16", "float32")
 
@@ -76,7 +76,7 @@ def dense(
 
     def init(params: Any) -> DenseState:
         _flax.register()
-        static = _compat.static_axis(axis)  # Checks the axis first.
+        static = _axes.static_axis(axis)  # Checks the axis first.
         _same_params.check(params, axis)
         # One array for each field, since two donated arguments cannot be the same array.
         count, skipped, delivered = (jnp.zeros((), jnp.int32) for _ in range(3))
@@ -84,7 +84,7 @@ def dense(
 
     def update(updates: Any, state: DenseState, params: Any = None):
         del params
-        _trace_checks.check_state_axis(state.axis, _compat.static_axis(axis))
+        _trace_checks.check_state_axis(state.axis, _axes.static_axis(axis))
         workers = _trace_checks.workers(axis)
         for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]:
             _validation.check_float(f"updates{jax.tree_util.keystr(path)}", leaf.dtype)

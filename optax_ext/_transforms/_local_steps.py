@@ -11,7 +11,7 @@ from optax_ext._error_feedback import _buffers, _groups, _roles, _sparse_state, 
 from optax_ext._error_feedback._roles import MOVED, OF_WORKER, SHARED, STATISTIC, SUMMED
 from optax_ext._state import _find, _held, _host_checks, _wrappers
 from optax_ext._transforms import _branch
-from sparse_collectives import _compat, _validation
+from sparse_collectives import _axes, _validation, _varying
 
 
 @_roles.declared
@@ -152,8 +152,8 @@ def local_steps(
             lambda x: jnp.broadcast_to(x, (workers, *jnp.shape(x))), inside.init(whole)
         )
         axis, missed = _find.axis_of(states), jnp.zeros((workers,), jnp.int32)
-        if _compat.axis_is_bound(axis):
-            kept, missed = _compat.to_varying((kept, missed), axis)
+        if _axes.axis_is_bound(axis):
+            kept, missed = _varying.to_varying((kept, missed), axis)
         return LocalStepsState(
             count=jnp.zeros((), jnp.int32),
             missed=missed,

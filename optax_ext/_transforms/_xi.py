@@ -10,7 +10,7 @@ from jax import lax
 from optax_ext._error_feedback import _buffers, _roles
 from optax_ext._error_feedback._roles import SHARED
 from optax_ext._error_feedback._sparse_state import SparseAllreduceState
-from sparse_collectives import AxisName, _compat, _validation, extend, transport
+from sparse_collectives import AxisName, _axes, _validation, extend, transport
 
 
 @_roles.declared
@@ -107,7 +107,7 @@ def _xi(
 
     def mean_of(residual):
         rows = residual[0].astype(jnp.float32)
-        total = transport.psum(rows, _compat.outer_axis(axis, shard_axis))
+        total = transport.psum(rows, _axes.outer_axis(axis, shard_axis))
         if shard_axis:
             total = transport.all_gather(total, shard_axis).reshape(-1)[:size]
         return total / transport.axis_size(axis)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import AxisName, _compat, transport
+from sparse_collectives import AxisName, _axes, _varying, transport
 
 
 def distributed(fn: Callable[..., Any], *, axis: AxisName) -> Callable[..., Any]:
@@ -78,7 +78,7 @@ def distributed(fn: Callable[..., Any], *, axis: AxisName) -> Callable[..., Any]
                     else jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
                     for each, owner, like in zip(of_leaves, owners, results, strict=True)
                 ]
-                return _compat.to_varying([_bits(x) for x in jax.tree.leaves(made)], axis)
+                return _varying.to_varying([_bits(x) for x in jax.tree.leaves(made)], axis)
 
             return run
 
@@ -94,7 +94,7 @@ def distributed(fn: Callable[..., Any], *, axis: AxisName) -> Callable[..., Any]
 
 def workers_of(axis: AxisName, shared: str, instead: str) -> int:
     """P of the bound axis; a ValueError names what they share, and what to use instead."""
-    if not _compat.axis_is_bound(axis):
+    if not _axes.axis_is_bound(axis):
         raise ValueError(
             f"axis={axis!r} is not bound here: its workers share the {shared} inside a mapped "
             f"function. Call it under jax.shard_map over a mesh with an axis named {axis!r}, under "

@@ -14,7 +14,7 @@ import optax
 from jax import lax
 
 from optax_ext.contrib._distributed import workers_of
-from sparse_collectives import AxisName, _compat, _validation, transport
+from sparse_collectives import AxisName, _axes, _validation, _varying, transport
 
 # Entries of a leaf below which every worker computes the whole norm: a pass over so
 # few costs no more than the slice, and the leaf needs no slot in the exchange.
@@ -207,11 +207,11 @@ def _sum_of_squares(x: jax.Array) -> jax.Array:
 
 def _check_leaves(name: str, tree: Any, axis: AxisName) -> None:
     """Checks that leaves are real numbers and, if types show it, the same on every worker."""
-    typed = _compat.checks_varying(axis)
+    typed = _varying.checks_varying(axis)
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         where = f"{name}{jax.tree_util.keystr(path)}"
         _validation.check_float(where, jnp.result_type(leaf))
-        if typed and set(_compat.axis_names(axis)) & _compat.varying_axes(leaf):
+        if typed and set(_axes.axis_names(axis)) & _varying.varying_axes(leaf):
             raise ValueError(
                 f"{where} differs between the workers of axis {axis!r}, so that their parts of its "
                 "norm can't be added up. Reduce the gradients first, with "

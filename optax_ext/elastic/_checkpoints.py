@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from optax_ext._state._checkpoint import checkpoint_metadata
-from optax_ext._state._specs import is_spec, state_specs
+from optax_ext._state._specs import state_specs
 from optax_ext.elastic import _files
 from optax_ext.elastic._arguments import check_counts
 from optax_ext.elastic._waiting import log
@@ -212,7 +212,7 @@ def _named(opt_state: Any, params: Any, rows: int = 1) -> dict[str, Any]:
     Arrays of ``own/`` belong to one worker, and all parts have them; the part of the first member
     also has the others. For shapes with several ``rows`` it gives the shapes of one row.
     """
-    specs = jax.tree.leaves(state_specs(opt_state), is_leaf=is_spec)
+    specs = jax.tree.leaves(state_specs(opt_state))
     named = {}
     for number, (spec, x) in enumerate(zip(specs, jax.tree.leaves(opt_state), strict=True)):
         if len(spec) and rows > 1:

@@ -9,7 +9,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from optax_ext._state import _find, _index
-from optax_ext._state._specs import is_spec
 from optax_ext.elastic import _handover
 from optax_ext.elastic._checkpoints import Checkpoints
 from optax_ext.elastic._job import Job
@@ -51,9 +50,9 @@ def placed(tree: Any, specs: Any, mesh: Mesh) -> Any:
         part = jax.device_put(x, device)
         return jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh, spec), [part])
 
-    if is_spec(specs):
+    if isinstance(specs, PartitionSpec):
         return jax.tree.map(lambda x: place(specs, x), tree)
-    return jax.tree.map(place, specs, tree, is_leaf=is_spec)
+    return jax.tree.map(place, specs, tree)
 
 
 def restored(

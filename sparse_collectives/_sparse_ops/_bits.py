@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparse_collectives import _compat
+from sparse_collectives import _varying
 from sparse_collectives._platform import by_platform, once, written
 
 MAGNITUDE_BITS = 31
@@ -260,7 +260,7 @@ def _by_rows(counts: jax.Array) -> jax.Array:
     padding = [(0, 0)] * len(lead) + [(0, -size % _ROW)]
     rows = jnp.pad(counts, padding).reshape(*lead, -1, _ROW)
     total = jnp.sum(rows, axis=-1)
-    before = _compat.varying_like(_at_once(total) - total, counts)
+    before = _varying.varying_like(_at_once(total) - total, counts)
 
     def advance(sums: jax.Array, column: jax.Array) -> tuple[jax.Array, jax.Array]:
         sums += column

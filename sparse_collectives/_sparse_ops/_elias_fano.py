@@ -14,13 +14,11 @@ import jax.numpy as jnp
 
 from sparse_collectives._sparse_ops import _bits, _bitset, _compaction
 
-_MOST_LOW_BITS = 31
-
 
 @functools.cache
 def low_bits(slots: int, size: int) -> int:
     """The l with which ``slots`` indices below ``size`` take the fewest words."""
-    return min(range(_MOST_LOW_BITS + 1), key=functools.partial(_words, slots, size))
+    return min(range(size.bit_length() + 1), key=functools.partial(_words, slots, size))
 
 
 def words(slots: int, size: int) -> int:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import _compat
+from sparse_collectives import _varying
 from sparse_collectives._data import PaddedCOO
 from sparse_collectives._platform import by_platform, once
 from sparse_collectives._sparse_ops import _bits, _compaction
@@ -134,7 +134,7 @@ def _by_interpolation(bits: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Arr
     high = jnp.max(bits).astype(jnp.uint32) + 1
     ends = excess(reached), excess(jnp.zeros_like(reached))
     turn = jnp.zeros_like(k)
-    carry = _compat.varying_like((low, high, reached, *ends, turn, turn > 0), bits[0])
+    carry = _varying.varying_like((low, high, reached, *ends, turn, turn > 0), bits[0])
     low, _, reached, *_ = lax.while_loop(unfinished, step, carry)
     low = low.astype(jnp.int32)
     # If k entries reach the lower end, the k-th is their smallest. There may also be fewer than k.

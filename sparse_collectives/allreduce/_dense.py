@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from sparse_collectives import _compat, _validation, transport
+from sparse_collectives import _axes, _validation, transport
 from sparse_collectives._data import PaddedCOO
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, ReduceInfo, SparseAllreduce, Undelivered
@@ -147,7 +147,7 @@ def torus_2d() -> SparseAllreduce:
 
 
 def _pair(axis: AxisName):
-    names = _compat.axis_names(axis)
+    names = _axes.axis_names(axis)
     if len(names) != 2 or names[0] == names[1]:
         raise ValueError(
             f"axis must be a pair (outer, inner) of mesh axis names for torus_2d, got {axis!r}. "

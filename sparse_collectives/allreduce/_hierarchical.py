@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import _compat, _validation, transport
+from sparse_collectives import _axes, _validation, transport
 from sparse_collectives._data import Layout, PaddedCOO, as_layout
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, ReduceInfo, SparseAllreduce, State
@@ -121,13 +121,13 @@ def hierarchical(*, inner_axis: AxisName, outer: SparseAllreduce) -> SparseAllre
             return transport.psum_scatter(padded, inner_axis)
 
     def local_view(acc: jax.Array, state: State, *, axis: AxisName) -> jax.Array:
-        return outer.local_view(acc, state, axis=_compat.outer_axis(axis, inner_axis))
+        return outer.local_view(acc, state, axis=_axes.outer_axis(axis, inner_axis))
 
     def to_global(coo: PaddedCOO, size: int, state: State, *, axis: AxisName) -> PaddedCOO:
-        return outer.to_global(coo, size, state, axis=_compat.outer_axis(axis, inner_axis))
+        return outer.to_global(coo, size, state, axis=_axes.outer_axis(axis, inner_axis))
 
     def reduce(coo: PaddedCOO, state: State, *, axis: AxisName, **held: jax.Array):
-        nodes = _compat.outer_axis(axis, inner_axis)
+        nodes = _axes.outer_axis(axis, inner_axis)
         inside = transport.axis_size(inner_axis)
         with jax.named_scope("hierarchical/outer"):
             total, undelivered, state, info = outer.reduce(coo, state, axis=nodes, **held)
@@ -156,7 +156,7 @@ def hierarchical(*, inner_axis: AxisName, outer: SparseAllreduce) -> SparseAllre
         init,
         reduce,
         spec=Spec.of("hierarchical", outer=outer),
-        shard_axis=_compat.axis_names(inner_axis),
+        shard_axis=_axes.axis_names(inner_axis),
         scatter=scatter,
         gather=gather,
         full_sums=outer.full_sums,

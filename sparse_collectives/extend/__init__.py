@@ -4,11 +4,11 @@ They complement the contracts. To train a model, use the other packages. The doc
 helper documents it.
 """
 
-from sparse_collectives._compat import to_varying
 from sparse_collectives._data import empty, only_where
 from sparse_collectives._sparse_ops._bits import magnitude_bits
 from sparse_collectives._sparse_ops._kth_magnitude import largest_mask
 from sparse_collectives._validation import check_density
+from sparse_collectives._varying import to_varying
 from sparse_collectives.allreduce._parts._few_bits import (
     check_bits,
     sum_of_all,

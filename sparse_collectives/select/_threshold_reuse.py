@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import _compat, _validation
+from sparse_collectives import _validation, _varying
 from sparse_collectives._data import Layout, as_layout
 from sparse_collectives._sparse_ops import _bits, _compaction
 from sparse_collectives._sparse_ops._kth_magnitude import kth_magnitude_bits
@@ -122,7 +122,7 @@ def threshold_reuse(
     def select(acc: jax.Array, state: ThresholdReuseState):
         acc = _validation.as_vector("acc", acc)
         # The state varies over the workers; one made in the mapped function lacks that type.
-        state = _compat.varying_like(state, acc)
+        state = _varying.varying_like(state, acc)
         size = acc.shape[0]
         k = _validation.count_from_density(density, size)
         capacity = _thresholds.slots_for(k, size, headroom)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import _compat, _validation
+from sparse_collectives import _validation, _varying
 from sparse_collectives._data import Layout, PaddedCOO, as_layout
 from sparse_collectives._sparse_ops import _bits, _compaction, _kth_magnitude
 from sparse_collectives._spec import Spec
@@ -62,7 +62,7 @@ def topk(density: float) -> Selector:
     def select(acc: jax.Array, state: jax.Array):
         acc = _validation.as_vector("acc", acc)
         # The state varies over the workers; one made in the mapped function lacks that type.
-        state = _compat.varying_like(state, acc)
+        state = _varying.varying_like(state, acc)
         size = acc.shape[0]
         k = _validation.count_from_density(density, size)
         capacity = math.ceil(_CANDIDATES * k) + 32

@@ -10,7 +10,6 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from sparse_collectives import _jaxprs
 from sparse_collectives._data import PaddedCOO
 from sparse_collectives.traffic import _program
 from sparse_collectives.traffic._traffic import Traffic
@@ -169,7 +168,7 @@ def of_traced(
     if conditional not in ("worst", "best"):
         raise ValueError(f"`conditional` is {conditional!r}; pass 'worst' or 'best'.")
     jaxpr = traced.jaxpr if isinstance(traced, jax.stages.Traced) else traced
-    if not _jaxprs.is_jaxpr(jaxpr):
+    if not hasattr(jaxpr, "eqns"):
         raise TypeError(
             f"`traced` is of type {type(traced).__name__}; pass what jax.jit(f).trace(...) or"
             " jax.make_jaxpr(f)(...) returns."

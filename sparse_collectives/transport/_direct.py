@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import _compat
+from sparse_collectives import _axes, _varying
 from sparse_collectives._types import AxisName
 
 # The most that a worker may receive in an exchange: about the bytes in flight at 100 Mbit/s with a
@@ -60,13 +60,13 @@ def use_direct_messages(use: bool = True) -> None:
 
 def is_worth(axis: AxisName, received: float) -> bool:
     """Whether an exchange of which a worker receives so many bytes is sent directly."""
-    return _in_use and received <= MOST_BYTES and not _compat.is_simulated(axis)
+    return _in_use and received <= MOST_BYTES and not _axes.is_simulated(axis)
 
 
 def all_gather(x: jax.Array, axis: AxisName) -> jax.Array:
     """``[P, *x.shape]``, the same on every worker; in one exchange, of ``L (P-1)`` words."""
     workers = lax.axis_size(axis)
-    return _compat.to_invarying(_received(jnp.broadcast_to(x, (workers, *x.shape)), axis), axis)
+    return _varying.to_invarying(_received(jnp.broadcast_to(x, (workers, *x.shape)), axis), axis)
 
 
 def psum_scatter(x: jax.Array, axis: AxisName) -> jax.Array:
@@ -91,5 +91,5 @@ def psum(x: jax.Array, axis: AxisName) -> jax.Array:
 
 def _received(parts: jax.Array, axis: AxisName) -> jax.Array:
     """Row i of the result came from worker i, and is the row that it had for this worker."""
-    parts = _compat.to_varying(parts, axis)
+    parts = _varying.to_varying(parts, axis)
     return lax.all_to_all(parts, axis, split_axis=0, concat_axis=0)

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from sparse_collectives import _compat
-from sparse_collectives._compat import axis_names, is_communicator, is_simulated
+from sparse_collectives import _axes, _varying
+from sparse_collectives._axes import axis_names, is_communicator, is_simulated
 from sparse_collectives._types import AxisName
 from sparse_collectives.transport import _direct, _mpi
 
@@ -47,7 +47,7 @@ def axis_size(axis: AxisName) -> int:
 
 def axis_index(axis: AxisName) -> jax.Array:
     """This worker's number, ``i32[]`` in [0, P)."""
-    return _mpi.axis_index(axis) if is_communicator(axis) else _compat.axis_index(axis)
+    return _mpi.axis_index(axis) if is_communicator(axis) else _axes.axis_index(axis)
 
 
 def psum(x: jax.Array, axis: AxisName) -> jax.Array:
@@ -92,7 +92,7 @@ def all_gather(x: jax.Array, axis: AxisName) -> jax.Array:
         return _mpi.all_gather(x, axis)
     if _direct.is_worth(axis, _bytes(x) * (axis_size(axis) - 1)):
         return _direct.all_gather(x, axis)
-    if _compat.is_varying(x, axis):
+    if _varying.is_varying(x, axis):
         return lax.all_gather(x, axis, to="invarying")
     names = axis_names(axis)
     if len(names) > 1 and is_simulated(axis):
@@ -229,7 +229,7 @@ def holds_on_mesh(flags: jax.Array, axis: AxisName) -> jax.Array:
     """
     if is_communicator(axis):
         return _mpi.holds_on_mesh(flags, axis)
-    others = _compat.other_mesh_axes(axis)
+    others = _axes.other_mesh_axes(axis)
     if not others:
         return flags
     return lax.psum((~flags).astype(jnp.int32), others) == 0

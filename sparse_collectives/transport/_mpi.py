@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import _compat
+from sparse_collectives import _axes
 from sparse_collectives._types import AxisName
 
 # Separates these messages from other messages on the same communicator.
@@ -35,27 +35,27 @@ def axis_size(axis: AxisName) -> int:
     _library()
     from mpi4py import MPI  # pyright: ignore[reportMissingImports]
 
-    for comm in _compat.axis_names(axis):
+    for comm in _axes.axis_names(axis):
         if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
             raise ValueError(
                 f"axis={axis!r} has {comm!r} in it, which is not an intracommunicator that "
                 "this process belongs to. Write for example axis=MPI.COMM_WORLD, or a tuple of "
                 "communicators made by its Split; a mesh axis can't be mixed with them."
             )
-    return math.prod(comm.Get_size() for comm in _compat.axis_names(axis))
+    return math.prod(comm.Get_size() for comm in _axes.axis_names(axis))
 
 
 def axis_index(axis: AxisName) -> jax.Array:
     """The rank, ``i32[]``, a constant of this process; row-major for a tuple of communicators."""
     index = 0
-    for comm in _compat.axis_names(axis):
+    for comm in _axes.axis_names(axis):
         index = index * comm.Get_size() + comm.Get_rank()
     return jnp.asarray(index, jnp.int32)
 
 
 def psum(x: jax.Array, axis: AxisName) -> jax.Array:
     """The sum over the ranks; over a tuple of communicators one sum after the other."""
-    for comm in reversed(_compat.axis_names(axis)):
+    for comm in reversed(_axes.axis_names(axis)):
         x = _psum(x, comm)
     return x
 
@@ -153,7 +153,7 @@ def _carried(exchange: Any, x: jax.Array) -> jax.Array:
 
 def _only(axis: AxisName) -> tuple[Any, int]:
     """The one communicator of ``axis``, and P."""
-    names = _compat.axis_names(axis)
+    names = _axes.axis_names(axis)
     if len(names) != 1:
         raise ValueError(
             f"axis has {len(names)} MPI communicators, over which only sums are made. Pass one "

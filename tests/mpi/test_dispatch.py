@@ -11,7 +11,7 @@ import pytest
 
 import optax_ext
 import sparse_collectives as sc
-from sparse_collectives import _compat, transport
+from sparse_collectives import _axes, _varying, transport
 
 
 class Comm:
@@ -58,25 +58,25 @@ def test_communicator_without_mpi4jax_says_what_to_install(name, comm):
 
 
 def test_communicator_is_an_axis_that_is_bound_and_has_no_types(comm):
-    assert _compat.is_communicator(comm)
-    assert _compat.is_communicator((comm, comm))
-    assert _compat.axis_is_bound(comm)
-    assert not _compat.checks_varying(comm)
-    assert not _compat.is_varying(jnp.ones(2), comm)
+    assert _axes.is_communicator(comm)
+    assert _axes.is_communicator((comm, comm))
+    assert _axes.axis_is_bound(comm)
+    assert not _varying.checks_varying(comm)
+    assert not _varying.is_varying(jnp.ones(2), comm)
     x = {"a": jnp.ones(2)}
-    assert _compat.to_varying(x, comm)["a"] is x["a"]
+    assert _varying.to_varying(x, comm)["a"] is x["a"]
     assert transport.holds_on_mesh(x["a"], comm) is x["a"]
     assert int(transport.axis_index((comm, comm))) == 5
     # Its stand-in in a state is hashable and records the number of ranks.
-    assert _compat.static_axis(comm) == _compat.static_axis(Intracomm())
-    assert hash(_compat.static_axis((comm, comm))) == hash((_compat.Ranks(4), _compat.Ranks(4)))
-    assert _compat.ranks(_compat.static_axis((comm, comm))) == 16
+    assert _axes.static_axis(comm) == _axes.static_axis(Intracomm())
+    assert hash(_axes.static_axis((comm, comm))) == hash((_axes.Ranks(4), _axes.Ranks(4)))
+    assert _axes.ranks(_axes.static_axis((comm, comm))) == 16
 
 
 def test_names_are_axes_of_a_mesh_and_ask_for_no_mpi(comm):
     for axis in ("w", ("node", "device")):
-        assert not _compat.is_communicator(axis)
-        assert _compat.static_axis(axis) is axis
-        assert _compat.ranks(axis) == 0
+        assert not _axes.is_communicator(axis)
+        assert _axes.static_axis(axis) is axis
+        assert _axes.ranks(axis) == 0
     total = jax.vmap(lambda x: transport.pmean(x, "w"), axis_name="w")(jnp.arange(4.0))
     assert total.tolist() == [1.5] * 4

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 import optax_ext
 import sparse_collectives as sc
 from optax_ext._state import _index
-from sparse_collectives import _compat
+from sparse_collectives import _varying
 from tests.optax_ext.helpers import mesh, same, slow
 
 WORKERS = 4
@@ -139,10 +139,10 @@ def test_dtypes_stay_and_a_step_may_be_one_of_two_branches(tx, dtype, workers):
         def step():
             gradient = jax.tree.map(lambda x: jnp.full(x.shape, 2.0, dtype), x)
             updates, new = tx.update(gradient, state, x, value=jnp.float32(1), loss_fn=None)
-            return updates, _compat.to_varying(new, "data")
+            return updates, _varying.to_varying(new, "data")
 
         def wait():
-            return jax.tree.map(jnp.zeros_like, x), _compat.to_varying(state, "data")
+            return jax.tree.map(jnp.zeros_like, x), _varying.to_varying(state, "data")
 
         updates, new = jax.lax.cond(True, step, wait)
         return updates, new, state

@@ -122,8 +122,8 @@ def test_a_spec_has_the_arguments_of_a_factory_and_no_local_variable(part):
     assert {name for name, _ in part.spec.arguments} == set(inspect.signature(factory).parameters)
 
 
-# Both packages share branches on versions of jax, checks of arguments, hashes and platforms.
-SHARED = {"_compat", "_jaxprs", "_validation", "_hash", "_platform", "_sparse_ops"}
+# Both packages share axes, types, equations, checks of arguments, hashes and platforms.
+SHARED = {"_axes", "_varying", "_jaxprs", "_validation", "_hash", "_platform", "_sparse_ops"}
 FILES = sorted(pathlib.Path(optax_ext.__file__).parent.rglob("*.py"))
 
 

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import sparse_collectives as sc
-from sparse_collectives import _compat
+from sparse_collectives import _axes
 from tests.sparse_collectives import helpers, nodes, table
 from tests.sparse_collectives.helpers import slow_rows
 
@@ -22,7 +22,7 @@ TORUS = sc.allreduce.published.torus_2d()
 
 
 def test_names_of_the_axes():
-    outer_axis = _compat.outer_axis
+    outer_axis = _axes.outer_axis
     assert outer_axis(("node", "device"), "device") == "node"
     assert outer_axis(("device", "node"), "device") == "node"
     assert outer_axis(("rack", "node", "device"), "device") == ("rack", "node")

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import _compat, transport
+from sparse_collectives import _varying, transport
 from sparse_collectives._data import PaddedCOO, take
 from sparse_collectives._sparse_ops._compaction import windowed_rank
 from sparse_collectives._types import AxisName, Codec
@@ -271,5 +271,5 @@ def _result(
     unsent = jnp.zeros((), jnp.int32)
     if codec.exact:
         return moved, None, unsent
-    error, unsent = _compat.to_varying((jnp.zeros_like(entries.values), unsent), axis)
+    error, unsent = _varying.to_varying((jnp.zeros_like(entries.values), unsent), axis)
     return moved, error, unsent

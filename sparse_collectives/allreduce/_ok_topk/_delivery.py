@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import _compat, _data, transport
+from sparse_collectives import _data, _varying, transport
 from sparse_collectives._data import PaddedCOO
 from sparse_collectives._sparse_ops import _compaction, _kth_magnitude
 from sparse_collectives._types import AxisName, Codec
@@ -202,6 +202,6 @@ def _cond(predicate: jax.Array, *branches: Callable[[], Delivery]) -> Delivery:
     shapes = [jax.eval_shape(branch) for branch in traced]
 
     def typed(branch: Callable[[], Delivery]) -> Callable[[], Delivery]:
-        return lambda: jax.tree.map(_compat.varying_like, branch(), *shapes)
+        return lambda: jax.tree.map(_varying.varying_like, branch(), *shapes)
 
     return lax.cond(predicate, *map(typed, traced))

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import _compat, transport, wire
+from sparse_collectives import _varying, transport, wire
 from sparse_collectives._data import PaddedCOO, take
 from sparse_collectives._types import AxisName, ReduceInfo, Undelivered
 from sparse_collectives.allreduce._parts import _messages
@@ -75,7 +75,7 @@ def _slots_of(total: Stream) -> int:
 def of_one_worker(coo: PaddedCOO, axis: AxisName) -> tuple[PaddedCOO, Undelivered, ReduceInfo]:
     """P = 1: the total is the selection, nothing is kept, and no word is received."""
     total = coo
-    if _compat.checks_varying(axis):
+    if _varying.checks_varying(axis):
         total = cast(PaddedCOO, share(coo, axis, 1))
     return total, Undelivered.of(coo), ReduceInfo.of(total, 0.0)
 

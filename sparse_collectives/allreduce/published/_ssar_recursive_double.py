@@ -5,7 +5,14 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from sparse_collectives import _compat, _data, _hash, _validation, transport, wire
+from sparse_collectives import (
+    _data,
+    _hash,
+    _validation,
+    _varying,
+    transport,
+    wire,
+)
 from sparse_collectives._data import PaddedCOO
 from sparse_collectives._sparse_ops import _compaction
 from sparse_collectives._spec import Spec
@@ -133,7 +140,7 @@ def ssar_recursive_double(
 
         # Appendix A: the surplus workers get the result.
         total = stream
-        if _compat.checks_varying(axis):
+        if _varying.checks_varying(axis):
             shared, filled = _replicas.shared_words(total, members, workers)
             words += shared
             total = _replicas.share(total, axis, members)
@@ -146,7 +153,7 @@ def ssar_recursive_double(
             useful += jnp.where(me < surplus, sent.useful, 0.0)
             total = _choose(me < members, own, send(sent.message, total, back))
         # All have the same bits, which the equations of a butterfly do not show.
-        total = jax.tree.map(lambda x: _compat.to_invarying(x, axis), total)
+        total = jax.tree.map(lambda x: _varying.to_invarying(x, axis), total)
 
         undelivered = Undelivered.of(coo, others=kept)
         info = ReduceInfo.of(total, words, useful=useful, overflow=overflow)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import _compat, _data, _validation
+from sparse_collectives import _data, _validation, _varying
 from sparse_collectives._data import Layout, as_layout, rows_of_layer
 from sparse_collectives._sparse_ops import _bits
 from sparse_collectives._spec import Spec
@@ -143,7 +143,7 @@ def adtopk_interleaved(density: float, *, row_axis: int = -1) -> Selector:
 
     def select(acc: jax.Array, state: ADTopkInterleavedState):
         # The state varies over the workers; one made in the mapped function lacks that type.
-        state = _compat.varying_like(state, acc)
+        state = _varying.varying_like(state, acc)
         capacity = max(
             jax.eval_shape(selector.select, acc, old)[0].capacity
             for selector, old in ((by_row, state.rows), (by_layer, state.layers))

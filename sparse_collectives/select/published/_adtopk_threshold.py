@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import _compat, _data, _validation
+from sparse_collectives import _data, _validation, _varying
 from sparse_collectives._data import Layout, as_layout
 from sparse_collectives._sparse_ops import _bits, _compaction
 from sparse_collectives._spec import Spec
@@ -167,7 +167,7 @@ def adtopk_threshold(
 
     def select(acc: jax.Array, state: LayersState):
         # The state varies over the workers; one made in the mapped function lacks that type.
-        state = _compat.varying_like(state, acc)
+        state = _varying.varying_like(state, acc)
         return select_layers(_validation.as_vector("acc", acc), state, of_layer)
 
     periods = {"steps": steps, "warmup": warmup, "period": period}

@@ -1,11 +1,4 @@
-"""All branches on the jax version, and helpers that distinguish the kinds of mapped functions.
-
-Under ``shard_map(check_vma=True)`` the type of a value says over which mesh axes it
-varies, and a result that is to be replicated must be typed so. ``pmap``,
-``vmap`` and ``shard_map(check_vma=False)`` have no such types, and vmap rejects
-the casts between them. Over an MPI communicator there is no mapped function, and
-each process is one worker. These helpers do what the context needs.
-"""
+"""The axes that workers are on: of a mesh, of ``vmap`` and ``pmap``, or MPI communicators."""
 
 import dataclasses
 import functools
@@ -18,7 +11,6 @@ import jax
 import numpy as np
 from jax import lax
 
-from sparse_collectives._jaxprs import made_by
 from sparse_collectives._types import AxisName
 
 
@@ -171,105 +163,3 @@ def other_mesh_axes(axis: AxisName) -> tuple[Hashable, ...]:
 def is_simulated(axis: AxisName) -> bool:
     """Whether ``axis`` is bound by ``vmap``, and not by ``shard_map`` or ``pmap``."""
     return not set(axis_names(axis)) <= set(jax.sharding.get_abstract_mesh().manual_axes)
-
-
-def varying_axes(x: Any) -> frozenset[Hashable]:
-    """The mesh axes over which the type of ``x`` says that it varies."""
-    # jax 0.10 can't find the type of a shape if the compiler places some axes of a mesh.
-    aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
-    manual = getattr(aval, "manual_axis_type", None)
-    if manual is not None:
-        return frozenset(manual.varying)
-    return frozenset(getattr(aval, "vma", frozenset()))
-
-
-def checks_varying(axis: AxisName) -> bool:
-    """Whether the enclosing mapped function tracks which values vary; False for MPI ranks."""
-    if is_communicator(axis):
-        return False
-    return set(axis_names(axis)) <= varying_axes(lax.axis_index(axis))
-
-
-def to_varying(tree: Any, axis: AxisName) -> Any:
-    """Types every leaf as varying over ``axis``; a no-op if types are not tracked."""
-    if not axis_names(axis) or not checks_varying(axis):
-        return tree
-
-    def cast(x):
-        missing = tuple(name for name in axis_names(axis) if name not in varying_axes(x))
-        return lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(cast, tree)
-
-
-def to_invarying(x: jax.Array, axis: AxisName) -> jax.Array:
-    """Types ``x``, which has the same bits on every worker of ``axis``, as replicated.
-
-    jax gives this type only to results of its own collectives.
-    """
-    if is_communicator(axis) or (checks_varying(axis) and not is_varying(x, axis)):
-        return x
-    return _to_invarying_primitive().bind(x, axes=frozenset(axis_names(axis)))
-
-
-@functools.cache
-def _to_invarying_primitive() -> Any:
-    def typed(x: Any, *, axes: frozenset[Any]) -> Any:
-        kept = getattr(x, "manual_axis_type", None)
-        if kept is None:
-            return x.update(vma=x.vma - axes)
-        return x.update(manual_axis_type=kept.update(varying=kept.varying - axes))
-
-    return _identity("to_invarying", typed)
-
-
-def annotated(x: jax.Array, fact: Hashable) -> jax.Array:
-    """``x``, with a fact that :func:`fact_of` finds, in the function that is being traced."""
-    return _annotated_primitive().bind(x, fact=fact)
-
-
-def fact_of(x: Any) -> Any:
-    """The fact that :func:`annotated` gave ``x``, or what ``x`` is cast from; None without one."""
-    while (made := made_by(x)) is not None and len(made.invars) == 1:
-        if made.primitive is _annotated_primitive():
-            return made.params["fact"]
-        (source,) = made.invars
-        if source.shape != x.shape:
-            return None
-        x = source
-    return None
-
-
-@functools.cache
-def _annotated_primitive() -> Any:
-    return _identity("annotated", lambda x, *, fact: x)
-
-
-def _identity(name: str, typed: Any) -> Any:
-    """A primitive that returns its operand, and whose result has the type ``typed(x)``."""
-    from jax.extend import core  # Slow to import, and only needed to trace.
-    from jax.interpreters import batching, mlir
-
-    primitive = core.Primitive(name)
-    primitive.def_impl(lambda x, **_: x)
-    primitive.def_abstract_eval(typed)
-    mlir.register_lowering(primitive, lambda context, x, **_: [x])
-    batching.defvectorized(primitive)
-    return primitive
-
-
-def varying_like(x: Any, *others: Any) -> Any:
-    """``x``, typed as varying over the axes over which any array or shape in ``others`` varies."""
-    axes = frozenset().union(*map(varying_axes, others))
-
-    def cast(x):
-        missing = tuple(name for name in axes if name not in varying_axes(x))
-        return lax.pcast(x, missing, to="varying") if missing else x
-
-    # Not by `to_varying`, which leaves an equation that names the axis.
-    return jax.tree.map(cast, x) if axes else x
-
-
-def is_varying(x: Any, axis: AxisName) -> bool:
-    """Whether ``x`` is typed as varying over all names of ``axis``."""
-    return not is_communicator(axis) and set(axis_names(axis)) <= varying_axes(x)
