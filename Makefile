@@ -103,7 +103,7 @@ test: $(VENV)/.installed-test
 	$(call fast_compile,$(VENV)) $(PYTEST) -m "not slow" $(ARGS)
 
 # With ARGS that choose all are in one command: in each of several there might be nothing.
-CHOSEN = $(filter-out --third,$(ARGS))
+CHOSEN = $(filter-out --one-in=%,$(ARGS))
 test-slow: $(VENV)/.installed-test
 	$(call fast_compile,$(VENV)) $(PYTEST) -m slow \
 	    $(if $(CHOSEN),,$(addprefix --ignore=,tests/fuzz $(TRAININGS))) $(ARGS)

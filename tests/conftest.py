@@ -86,18 +86,18 @@ def _forget_programs():
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--third",
-        action="store_true",
-        help="of the combinations of parameters of each slow test a third, always the same",
+        "--one-in",
+        type=int,
+        default=1,
+        metavar="N",
+        help="of the combinations of parameters of each slow test one in N, always the same",
     )
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Marks the slow cases; ``--third`` runs 1/3 of them, and at least one of each function."""
+    """Marks the slow cases; ``--one-in=N`` runs 1/N of them, and at least one of each function."""
     _mark_slow_cases(items)
-    if not config.getoption("--third"):
-        return
     functions = collections.defaultdict(list)
     for item in items:
         if item.get_closest_marker("slow"):
@@ -105,8 +105,9 @@ def pytest_collection_modifyitems(config, items):
     left_out = set()
     for each in functions.values():
         ranked = sorted(each, key=lambda item: hashlib.sha256(item.nodeid.encode()).digest())
-        left_out.update(ranked[math.ceil(len(each) / 3) :])
-    config.hook.pytest_deselected(items=list(left_out))
+        left_out.update(ranked[math.ceil(len(each) / config.getoption("--one-in")) :])
+    if left_out:
+        config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
 
 

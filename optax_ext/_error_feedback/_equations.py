@@ -25,7 +25,7 @@ _REDUCTIONS = {
     "to_invarying",
 }
 
-# What a result of an equation may be made from. It has a bit for each operand, too.
+# What a result of an equation may be made from. Each operand also has a bit.
 _DIFFERS = 1  # Something that each worker has in its own way, such as its number.
 _SUMMED = 2  # A reduction over all workers.
 _FIRST = 2  # The place of the bit of the first operand.
@@ -101,7 +101,9 @@ class _Proof:
                 continue
             self.seen[id(x)] = x  # Kept, so that no other value gets its id.
             eqn = _jaxprs.made_by(x)
-            made_from = _DIFFERS if eqn is None else self._made_from(x, eqn)
+            if eqn is None:
+                return False  # An argument.
+            made_from = self._made_from(x, eqn)
             if made_from & _DIFFERS:
                 return False
             self.summed |= bool(made_from & _SUMMED)

@@ -21,7 +21,9 @@ from optax_ext._error_feedback._roles import (
     SHARED,
     STATISTIC,
     SUMMED,
+    Rows,
 )
+from sparse_collectives import AxisName, _varying
 
 
 @_roles.declared
@@ -193,6 +195,29 @@ def with_lead(tree: Any) -> Any:
 def without_lead(tree: Any) -> Any:
     """The inverse of :func:`with_lead`."""
     return jax.tree.map(lambda x: x[0], tree)
+
+
+def as_rows(
+    fields: dict[str, Any], axis: AxisName, device_axes: tuple[Hashable, ...]
+) -> dict[str, Any]:
+    """The fields of one device, as the state has them: its rows, typed by whom they differ among.
+
+    Args:
+      fields: the value of each field with arrays, by name, without a leading axis.
+      axis: the axis of the workers.
+      device_axes: the axes of the devices of a worker.
+    """
+
+    def of(rows: Rows, value: Any) -> Any:
+        if rows is Rows.NONE:
+            return value
+        value = with_lead(value)
+        if rows is not Rows.SHARD:
+            value = _varying.to_varying(value, axis)
+        return value if rows is Rows.WORKER else _varying.to_varying(value, device_axes)
+
+    declared = _roles.FIELDS[SparseAllreduceState]
+    return {name: of(declared[name].rows, value) for name, value in fields.items()}
 
 
 def no_info() -> StepInfo:

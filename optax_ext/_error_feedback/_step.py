@@ -50,41 +50,28 @@ class ErrorFeedback:
         size, dense = self.exchange.part_size(layout.size), layout.dense_size
         workers = _trace_checks.workers(options.axis)
         selector, shared = self.exchange.init(layout, workers)
-        per_worker = (
-            jnp.zeros((size,), options.residual.dtype),
-            correction.init(size) if correction is not None else (),
-            correction.init(dense) if correction is not None and dense else (),
-            _buffers.init_local(options.local, layout),
-            selector,
-            jnp.zeros((), jnp.int32) if options.every > 1 else (),
-            _owner.mark(options.axis),
-            _sparse_state.no_info(),
+        info = _varying.to_varying(_sparse_state.with_lead(_sparse_state.no_info()), options.axis)
+        local = _buffers.init_local(options.local, layout)
+        settings = dataclasses.replace(
+            self.settings, local=_buffers.describe(options.local, local), workers=workers
         )
-        per_worker = _varying.to_varying(_sparse_state.with_lead(per_worker), options.axis)
-        *kept, missed, owner, info = per_worker
-        # The info is the same on all devices of a worker.
-        kept, shared = _varying.to_varying((kept, shared), layout.device_axes)
-        residual, velocity, dense_velocity, local, selector = kept
-        counters = {
-            name: jnp.zeros((), jnp.int32) for name in ("count", "skipped", "dropped", "withheld")
+        fields = {
+            # One array for each, since two donated arguments cannot be the same array.
+            **{name: jnp.zeros((), jnp.int32) for name in _COUNTERS},
+            "missed": jnp.zeros((), jnp.int32) if options.every > 1 else (),
+            "owner": _owner.mark(options.axis),
+            "limit": () if options.limit is None else jnp.zeros((), jnp.float32),
+            "residual": jnp.zeros((size,), options.residual.dtype),
+            "velocity": correction.init(size) if correction is not None else (),
+            "dense_velocity": correction.init(dense) if correction is not None and dense else (),
+            "local": local,
+            "selector": selector,
+            "allreduce": shared,
+            # It is the same on all devices of a worker.
+            "info": _sparse_state.joined(_sparse_state.no_info(), info),
         }
-        return SparseAllreduceState(
-            **counters,
-            missed=missed,
-            owner=owner,
-            limit=() if options.limit is None else jnp.zeros((), jnp.float32),
-            residual=residual,
-            velocity=velocity,
-            dense_velocity=dense_velocity,
-            local=local,
-            selector=selector,
-            allreduce=_sparse_state.with_lead(shared),
-            info=_sparse_state.joined(_sparse_state.no_info(), info),
-            layout=layout,
-            settings=dataclasses.replace(
-                self.settings, local=_buffers.describe(options.local, local), workers=workers
-            ),
-        )
+        rows = _sparse_state.as_rows(fields, options.axis, layout.device_axes)
+        return SparseAllreduceState(**rows, layout=layout, settings=settings)
 
     def step(
         self,
@@ -336,6 +323,7 @@ def _own_step(own: jax.Array | None, stepped: SparseAllreduceState, taken: Any, 
     return _buffers.with_schedules(held, taken)
 
 
+_COUNTERS = "count", "skipped", "dropped", "withheld"
 _BUFFERS = tuple(
     name
     for name in _roles.names(SparseAllreduceState, Rows.DEVICE, Rows.DENSE)

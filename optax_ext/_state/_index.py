@@ -60,7 +60,7 @@ class Index:
       moves: the movements of local steps.
       axes: the axes that the reductions name; one, unless there is a mistake.
       only_sparse: whether no reduction is dense.
-      misuse: an error text about what is around the reductions or next to them, or None.
+      misuse: an error text about transformations around the reductions or next to them, or None.
     """
 
     leaves: tuple[Leaf, ...]

@@ -142,11 +142,12 @@ def test_a_newcomer_has_what_all_share_and_the_mean_of_what_others_have_learned(
         for row in np.asarray(new):
             # Bits, and not numbers: a zero may have a sign.
             assert row.tobytes() == np.asarray(old).tobytes()
-    flat = zip(*map(jax.tree.leaves, (kinds, state, fresh, got)), strict=True)
-    for kind, old, new, found in flat:
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(state)]
+    flat = zip(paths, *map(jax.tree.leaves, (kinds, state, fresh, got)), strict=True)
+    for path, kind, old, new, found in flat:
         old, new, found = map(np.asarray, (old, new, found))
         if kind == "shared":
-            assert all(row.tobytes() == old.tobytes() for row in found)
+            assert all(row.tobytes() == old.tobytes() for row in found), path
             continue
         if kind in whole:
             continue

@@ -144,6 +144,16 @@ def test_what_is_no_metadata_is_an_error(saved):
     assert len(text) < 1000
 
 
+def test_a_state_with_other_fields_has_another_format():
+    """Otherwise a checkpoint of before would be read with the fields of now."""
+    fields = (
+        "count skipped dropped withheld missed owner limit residual velocity dense_velocity local "
+        "selector allreduce info layout settings"
+    )
+    found = optax_ext.SparseAllreduceState._fields
+    assert {_checkpoint.FORMAT: found} == {6: tuple(fields.split())}
+
+
 @pytest.mark.parametrize("found", [None, 4, _checkpoint.FORMAT + 1, "2", True, np.arange(2)])
 def test_another_format_is_named(found):
     saved = {**metadata_of(expected(SAVED)), "format": found, "version": "0.0.9"}

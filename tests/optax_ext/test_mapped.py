@@ -166,6 +166,56 @@ def test_which_results_may_differ_between_workers(name):
     assert found == [expected]
 
 
+def mean(x):
+    return jax.lax.pmean(x, "w")
+
+
+REDUCED = {
+    "a mean": (mean, True),
+    "a mean in a call": (jax.jit(mean), True),
+    "a gradient": (jnp.sin, False),
+    "a constant in a call": (jax.jit(jnp.zeros_like), False),
+    "a mean and a gradient in a call": (jax.jit(lambda x: mean(x) + x), False),
+    "the mean of a call that also returns a gradient": (
+        lambda x: jax.jit(lambda x: (mean(x), x))(x)[0],
+        True,
+    ),
+    "the gradient of a call that also returns a mean": (
+        lambda x: jax.jit(lambda x: (mean(x), x))(x)[1],
+        False,
+    ),
+    "a mean times the number of the worker": (
+        jax.jit(lambda x: mean(x) * jax.lax.axis_index("w").astype(x.dtype)),
+        False,
+    ),
+    "a mean carried through a loop": (
+        lambda x: jax.lax.fori_loop(0, 3, lambda _, y: 2 * y, mean(x)),
+        True,
+    ),
+    "a loop that adds a gradient": (
+        lambda x: jax.lax.fori_loop(0, 3, lambda _, y: y + x, mean(x)),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REDUCED)
+def test_which_values_are_proven_to_be_reduced(name):
+    program, expected = REDUCED[name]
+    found = []
+
+    def of_worker(x):
+        value = program(x)
+        found.append(_equations.is_reduced([value], "w"))
+        return value
+
+    mesh = jax.make_mesh((2,), ("w",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.P("w")
+    mapped = jax.shard_map(of_worker, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    jax.make_jaxpr(mapped)(jnp.ones((2, 3)))
+    assert found == [expected]
+
+
 def test_what_the_equations_do_not_prove_to_be_the_same_is_an_error():
     _, state, batches = by_data_parallel(recurrent)
 

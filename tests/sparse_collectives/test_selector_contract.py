@@ -1,6 +1,8 @@
 """The contract of every selector, over the table of all of them."""
 
+import inspect
 import math
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +38,19 @@ LAYOUTS = {SMALL: sc.Layout(((4, 100), (4, 100), (203,))), LARGE: sc.Layout(((35
 # Selectors of k entries, whatever the distribution.
 EXACT = ("topk", "threshold_reuse", "mstopk", "random_k", "threshold", "adtopk", "layerwise")
 QUICK_STATES = ESTIMATED | {"topk", "threshold_reuse", "random_k", "threshold"}
+
+
+def test_every_public_selector_is_in_the_table():
+    """Its factory is annotated to return a selector."""
+    public = {
+        name
+        for module in (sc.select, sc.select.published)
+        for name, value in vars(module).items()
+        if name in module.__all__
+        and inspect.isfunction(value)
+        and typing.get_type_hints(value)["return"] is sc.Selector
+    }
+    assert public == SELECTORS.keys(), "add a row to tests/sparse_collectives/table.py"
 
 
 @pytest.mark.parametrize(
