@@ -90,25 +90,36 @@ def pytest_addoption(parser):
         type=int,
         default=1,
         metavar="N",
-        help="of the combinations of parameters of each slow test one in N, always the same",
+        help="of the slow cases of each file one in N, of as many tests as possible, always the same",
     )
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Marks the slow cases; ``--one-in=N`` runs 1/N of them, and at least one of each function."""
+    """Marks the slow cases; ``--one-in=N`` runs 1/N of those of each file."""
     _mark_slow_cases(items)
-    functions = collections.defaultdict(list)
+    files = collections.defaultdict(list)
     for item in items:
         if item.get_closest_marker("slow"):
-            functions[item.nodeid.split("[")[0]].append(item)
+            files[item.path].append(item)
     left_out = set()
-    for each in functions.values():
-        ranked = sorted(each, key=lambda item: hashlib.sha256(item.nodeid.encode()).digest())
-        left_out.update(ranked[math.ceil(len(each) / config.getoption("--one-in")) :])
+    for cases in files.values():
+        left_out.update(_in_turns(cases)[math.ceil(len(cases) / config.getoption("--one-in")) :])
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
+
+
+def _in_turns(cases):
+    """First a case of each function, then a second one of each; in the order of a hash."""
+    ranked = sorted(cases, key=lambda item: hashlib.sha256(item.nodeid.encode()).digest())
+    counts = collections.Counter()
+    turns = []
+    for item in ranked:
+        function = item.nodeid.split("[")[0]
+        turns.append(counts[function])
+        counts[function] += 1
+    return [item for _, item in sorted(zip(turns, ranked, strict=True), key=lambda x: x[0])]
 
 
 def _mark_slow_cases(items):
