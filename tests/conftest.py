@@ -72,16 +72,28 @@ _MANY_MAPS = 20_000
 _tests = itertools.count()
 
 
-@pytest.fixture(autouse=True)
 def _forget_programs():
+    # None of them may still be running. An array of a failed program raises its error.
+    for array in jax.live_arrays():
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            array.block_until_ready()
+    jax.clear_caches()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _programs_of_a_file():
+    """Forgets them at its end: with gigabytes of them all others take ten times as long."""
+    yield
+    _forget_programs()
+    gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def _not_too_many_programs():
     yield
     maps = pathlib.Path("/proc/self/maps")
     if next(_tests) % 16 == 0 and maps.exists() and maps.read_bytes().count(b"\n") > _MANY_MAPS:
-        # None of them may still be running. An array of a failed program raises its error.
-        for array in jax.live_arrays():
-            with contextlib.suppress(jax.errors.JaxRuntimeError):
-                array.block_until_ready()
-        jax.clear_caches()
+        _forget_programs()
 
 
 def pytest_addoption(parser):
