@@ -102,7 +102,7 @@ def pytest_addoption(parser):
         type=int,
         default=1,
         metavar="N",
-        help="of the slow cases of each file one in N, of as many tests as possible, always the same",
+        help="of the slow cases of each file one in N, always the same ones",
     )
 
 
