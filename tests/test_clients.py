@@ -37,6 +37,7 @@ def test_the_page_shows_the_lines_that_it_counts():
     "section",
     ["flax nnx", "flax linen", "flax linen with pmap", "equinox"],
 )
+@pytest.mark.one_in(4)
 def test_a_classifier_learns_as_before(section):
     before, after = map(names_after, PROGRAMS[section])
     assert accuracy(before) > 0.85
@@ -45,6 +46,7 @@ def test_a_classifier_learns_as_before(section):
 
 
 @pytest.mark.parametrize(("section", "most"), [("A GPT", 3.2), ("haiku", 0.4)])
+@pytest.mark.slow
 def test_a_loss_falls_as_before(section, most):
     before, after = map(names_after, PROGRAMS[section])
     assert last_loss(before) < most
@@ -52,6 +54,7 @@ def test_a_loss_falls_as_before(section, most):
     sends_little(after)
 
 
+@pytest.mark.slow
 def test_the_same_program_trains_alike_on_a_mesh_and_under_pmap():
     # A compiled start is rounded in another way than one by single operations, and a training of
     # sparse updates goes on from there: both begin with the same bits.
@@ -66,6 +69,7 @@ def test_the_same_program_trains_alike_on_a_mesh_and_under_pmap():
         np.testing.assert_allclose(a, b[0], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_dropout_of_nnx_in_make_train_step():
     """It learns, and each worker drops other numbers: a first loss is the mean over eight keys."""
     names = names_after(NNX_DROPOUT.splitlines())
@@ -112,6 +116,7 @@ BATCHES = [normal((16, 6), seed) for seed in range(4)]
 
 
 @pytest.mark.parametrize("name", ["sparse_adamw", "ok_topk before adam", "dense"])
+@pytest.mark.one_in(2)
 def test_the_bits_are_those_of_make_train_step(name, tx):
     tx = {
         "sparse_adamw": tx,

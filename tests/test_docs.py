@@ -119,6 +119,7 @@ def test_the_programs_of_the_way_from_optax_run():
     assert int(optax_ext.get_state(names["opt_state"]).count) == 1
 
 
+@pytest.mark.slow
 def test_the_programs_between_sites_run(capsys, tmp_path):
     waiting, direct, beside, stored = programs_of("between_sites")
     with direct_messages(False):
@@ -136,6 +137,7 @@ def test_the_programs_between_sites_run(capsys, tmp_path):
     assert float(names["loss"]) < 0.5
 
 
+@pytest.mark.slow
 def test_the_programs_about_training_run(capsys):
     programs = programs_of("training")[3:]
     assert len(programs) == 3

@@ -103,6 +103,7 @@ def test_the_checkpoint_of_the_classifier_holds_every_residual():
     assert on != other
 
 
+@pytest.mark.slow
 def test_lora_exchanges_the_adapters_alone():
     """The other parameters keep the bits that they have after the pretraining."""
     names = names_after(PROGRAMS["LoRA"].after)
@@ -123,6 +124,7 @@ def test_lora_exchanges_the_adapters_alone():
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_a_graph_network_may_have_other_numbers_of_graphs_on_each_worker():
     """With the mean count of the page, a step of workers is the step of the whole batch."""
     lines = [x.replace("Dropout(0.1", "Dropout(0.0") for x in beginning("A graph network", "key, ")]

@@ -63,6 +63,7 @@ def called(names, batch, **options):
 
 
 @pytest.mark.parametrize("where", [2, 3])
+@pytest.mark.one_in(2)
 def test_the_batch_is_split_and_keys_and_numbers_are_whole_wherever_they_are(where):
     others = [*FIRST, "batch"]
     expected, _ = called(others, "batch")

@@ -52,6 +52,7 @@ def expected(name):
 
 @pytest.mark.parametrize("name", ["sparse_adamw", "every", *map(slow, ("diloco", "dense"))])
 @pytest.mark.parametrize("around", AROUND)
+@pytest.mark.one_in(2)
 def test_steps_have_the_bits_of_auto_axes(name, around):
     found = trained(TX[name](), EXPLICIT, AROUND[around])
     assert bits(found) == bits(expected(name))

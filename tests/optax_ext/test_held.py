@@ -111,6 +111,7 @@ def counted(opt_state):
         *(slow(by_data_parallel, name) for name in ("dense", "two sparse", "bucketed")),
     ],
 )
+@pytest.mark.one_in(4)
 def test_nothing_changes_and_the_next_step_is_as_without(way, name):
     tx = CHAINS[name]()
     step, state = way(tx), optax_ext.init_state(tx, PARAMS, mesh(WORKERS))

@@ -98,6 +98,7 @@ def test_residuals_stay_finite_and_training_goes_on(name, workers):
 
 
 @pytest.mark.parametrize("name", ["spardl", slow("gtopk")])
+@pytest.mark.slow
 def test_residuals_grow_by_less_than_p_times_the_bound(name):
     """Gradients just below it are taken; they have one sign, so nothing cancels."""
     workers, steps = 8, HUGE + NORMAL

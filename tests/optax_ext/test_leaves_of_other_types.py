@@ -21,6 +21,7 @@ def loss_fn(params, x):
 
 
 @pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.one_in(2)
 def test_complex_leaves_train_as_their_real_and_imaginary_parts(every):
     whole = optax_ext.sparse_adamw(1e-2, axis="data", density=0.5, every=every)
     split = {"w": PARAMS["w"], "c": np.zeros((3, 2), np.float32)}

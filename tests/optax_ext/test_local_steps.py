@@ -253,6 +253,7 @@ def test_gradients_at_the_common_parameters_are_warned_of():
 
 
 @pytest.mark.parametrize("name", ["diloco", "sparse_loco", "local_steps"])
+@pytest.mark.one_in(2)
 def test_a_group_of_the_parameters_takes_local_steps_as_it_does_alone(name):
     inner, on = optax.sgd(0.1), mesh(WORKERS, "w")
     tx = {

@@ -79,6 +79,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.one_in(2)
 def test_each_way_takes_each_option_and_trains_a_scan_from_zeros(way, options):
     loss_fn = with_aux if "has_aux" in options else recurrent
     step, state, batches = WAYS[way](loss_fn, **options)
@@ -235,6 +236,7 @@ BY_MESSAGES = {
 
 
 @pytest.mark.parametrize("name", BY_MESSAGES)
+@pytest.mark.one_in(2)
 def test_equations_prove_totals_that_workers_make_by_messages(name):
     """Nothing is averaged that all have alike: the same bits as from a step with types."""
     selector = sc.select.topk(density=0.5)

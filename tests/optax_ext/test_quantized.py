@@ -133,6 +133,7 @@ def test_words_are_a_few_bits_of_each_entry(size, workers, bits):
 
 
 @pytest.mark.parametrize("bits", PAIRS)
+@pytest.mark.slow
 def test_its_bits_do_not_depend_on_what_a_compiler_fuses(bits):
     """Where XLA rounds a product and a sum together differs between programs that hold a step."""
     workers, size = 4, 700

@@ -119,6 +119,7 @@ def loss_fn(params, x):
 
 
 @pytest.mark.parametrize("name", ["every", slow("diloco"), slow("sparse_loco"), slow("streaming")])
+@pytest.mark.slow
 def test_the_loss_stays_where_it_was(name):
     tx = OPTIMIZERS[name]()
     for before, after in ((8, 4), (8, 1), (2, 8)):

@@ -57,6 +57,7 @@ def stranger(tx=None):
 
 
 @pytest.mark.parametrize("place", ["after", "around"])
+@pytest.mark.one_in(2)
 def test_a_state_with_the_field_names_of_ours_is_not_mistaken_for_ours(place):
     ours = optax_ext.sparse_adamw(0.1, density=0.3, axis="data")
     tx = optax.chain(ours, stranger()) if place == "after" else stranger(ours)

@@ -36,6 +36,7 @@ def missing(updates):
 
 
 @pytest.mark.parametrize("name", slow_but(["row_topk"], TRANSFORMATIONS))
+@pytest.mark.slow
 def test_rows_of_every_leaf_are_in_every_update(name):
     given = {leaf: normal((STEPS, WORKERS, *shape), 1) for leaf, shape in SHAPES.items()}
     # Leaves and workers differ by a factor of a thousand, and a worker has nothing to send.

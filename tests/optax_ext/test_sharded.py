@@ -67,7 +67,7 @@ def has_the_bits_of_its_parts(tx, mesh, gradients, conserves=True, **options):
 
 
 @pytest.mark.parametrize(("name", "manual"), [x if x in QUICK else slow(*x) for x in WAYS])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_it_has_the_bits_of_unsharded_runs_of_the_same_parts(name, manual):
     # With a correction, velocities are accumulated.
     tx, plain = TRANSFORMATIONS[name], name != "momentum"

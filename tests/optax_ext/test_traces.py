@@ -107,6 +107,7 @@ def trained(loop, tx, params=PARAMS):
 
 
 @pytest.mark.parametrize("kind", LOOPS)
+@pytest.mark.one_in(4)
 def test_jitted_functions_train_alike(kind):
     loop, make = LOOPS[kind]
     plain, again = trained(loop, make()), trained(loop, jitted(make()))
@@ -114,6 +115,7 @@ def test_jitted_functions_train_alike(kind):
     assert float(jnp.max(jnp.abs(plain[0]["kernel"] - 1))) > 0.01
 
 
+@pytest.mark.slow
 def test_a_jitted_update_of_rounds_and_then_of_steps():
     """jit's cache has the phase of a round in its key: it is a part of the state's tree."""
     tx = jitted(sgd(None, every=EVERY))
@@ -175,6 +177,7 @@ def test_computed_parameters_among_sharded_ones_are_refused():
     refused("of which 1 are those of init_state", optax_ext.init_state, odd, params, on)
 
 
+@pytest.mark.slow
 def test_two_threads_trace_at_once():
     def train(kind):
         loop, make = LOOPS[kind]

@@ -234,7 +234,7 @@ WHOLE = {
     [(name, given) for name in list(WHOLE)[:2] for given in ({}, {"density": 0.2})]
     + [slow("ok_topk_sgd", {"density": 0.1, "dense_steps": 0})],
 )
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(8)
 def test_whole_optimizers_with_injected_hyperparameters(name, given):
     make, options = WHOLE[name]
     options = options | given | {"axis": "data"}

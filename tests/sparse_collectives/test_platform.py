@@ -236,6 +236,7 @@ def test_what_is_written_is_computed_once_on_a_cpu():
 
 @pytest.mark.parametrize("bits", [None, 32])
 @pytest.mark.one_in(2)
+@pytest.mark.slow
 def test_partitioned_topk_in_a_step_that_is_large_enough_to_have_branches(bits):
     size, workers = 300_000, 2
     allreduce, selector = sc.allreduce.partitioned_topk(bits=bits), sc.select.topk(density=0.06)
