@@ -108,7 +108,7 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Marks the slow cases; ``--one-in=N`` runs 1/N of those of each file."""
+    """Marks the slow cases, and runs 1/N of them in each file with ``--one-in=N``."""
     _mark_slow_cases(items)
     files = collections.defaultdict(list)
     for item in items:
