@@ -222,6 +222,13 @@ def trained_by(tx, hyperparams):
 # With a small eps all entries of a first step are equal, and rounding chooses among them.
 ADAMW = {"weight_decay": 0.1, "gain": 1.5, "limit": 3.0, "eps": 0.1}
 TOPK_A = {"allreduce": sc.allreduce.topk_a()}
+# Integers are static.
+OK_TOPK_SGD = {
+    "density": 0.1,
+    "dense_steps": 0,
+    "repartition_period": 64,
+    "messages_in_flight": 4,
+}
 WHOLE = {
     "sparse_adamw": (optax_ext.sparse_adamw, ADAMW | TOPK_A),
     "sparse_sgd": (optax_ext.sparse_sgd, {"weight_decay": 0.1} | TOPK_A),
@@ -232,7 +239,7 @@ WHOLE = {
 @pytest.mark.parametrize(
     ("name", "given"),
     [(name, given) for name in list(WHOLE)[:2] for given in ({}, {"density": 0.2})]
-    + [slow("ok_topk_sgd", {"density": 0.1, "dense_steps": 0})],
+    + [slow("ok_topk_sgd", OK_TOPK_SGD)],
 )
 @pytest.mark.one_in(8)
 def test_whole_optimizers_with_injected_hyperparameters(name, given):
