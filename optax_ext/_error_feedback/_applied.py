@@ -10,14 +10,7 @@ import optax
 from optax_ext._error_feedback import _buffers, _layout, _sparse_state
 from optax_ext._error_feedback._contract import Accumulated, Options, Reduced
 from optax_ext._error_feedback._sparse_state import SparseAllreduceState
-from sparse_collectives import (
-    AxisName,
-    PaddedCOO,
-    Undelivered,
-    _varying,
-    extend,
-    transport,
-)
+from sparse_collectives import AxisName, PaddedCOO, Undelivered, _varying, extend, transport
 
 
 def mean_of(

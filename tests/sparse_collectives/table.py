@@ -3,6 +3,7 @@
 import functools
 import inspect
 import math
+import typing
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,6 +11,17 @@ import sparse_collectives as sc
 from tests.sparse_collectives import helpers
 
 DENSITY = 0.05
+
+
+def public(package: Any, kind: type) -> set[str]:
+    """The names of a package, and of its ``published``, that are annotated to return that kind."""
+    return {
+        name
+        for module in (package, package.published)
+        for name in module.__all__
+        if inspect.isfunction(function := getattr(module, name))
+        and typing.get_type_hints(function)["return"] is kind
+    }
 
 
 ALL = {"slack": math.inf, "fill": math.inf}

@@ -1,8 +1,6 @@
 """The contract of every selector, over the table of all of them."""
 
-import inspect
 import math
-import typing
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +11,7 @@ from jax.sharding import PartitionSpec
 import sparse_collectives as sc
 from tests import jax_internals
 from tests.reference import selection
-from tests.sparse_collectives import helpers
+from tests.sparse_collectives import helpers, table
 from tests.sparse_collectives.helpers import slow_but, slow_rows
 from tests.sparse_collectives.selecting import (
     LARGE,
@@ -41,16 +39,8 @@ QUICK_STATES = ESTIMATED | {"topk", "threshold_reuse", "random_k", "threshold"}
 
 
 def test_every_public_selector_is_in_the_table():
-    """Its factory is annotated to return a selector."""
-    public = {
-        name
-        for module in (sc.select, sc.select.published)
-        for name, value in vars(module).items()
-        if name in module.__all__
-        and inspect.isfunction(value)
-        and typing.get_type_hints(value)["return"] is sc.Selector
-    }
-    assert public == SELECTORS.keys(), "add a row to tests/sparse_collectives/table.py"
+    found = table.public(sc.select, sc.Selector)
+    assert found == SELECTORS.keys(), "add a row to tests/sparse_collectives/table.py"
 
 
 @pytest.mark.parametrize(
