@@ -54,7 +54,7 @@ help:
 	@echo "make test-newest  run those that depend on jax's interfaces, on the newest jax"
 	@echo "make test-mpi     build mpi4jax and run the tests over MPI; needs a C compiler"
 	@echo "make contract     check a selector or an allreduce of one's own (SELECTOR=file.py:factory, ALLREDUCE=...)"
-	@echo "make evidence     check the claims of the papers and of README, one by one (ARGS=--quick: in minutes)"
+	@echo "make evidence     check the claims of the papers and of README, one by one (an hour; ARGS=--quick: minutes)"
 	@echo "make gpu-check    compare predicted and measured steps on your hosts (ARGS='--coordinator HOST:PORT ...')"
 	@echo "make tables       write the tables of numbers of docs from docs/data"
 	@echo "make lint         check style, formatting, and the language of pages and docstrings"
