@@ -199,7 +199,6 @@ RUNS = [
         lambda out, _: "1 processes, 8 workers, sparse_adamw" in out and learned(0, 0.7)(out, _),
     ),
     Run("train_digits", f"--out {PLOT} {JSON}", of_digits),
-    Run(".training.flush_cost", f"--steps 4 --seeds 1 {JSON}"),
     Run(".training.paper_counts", f"--tasks images --workers 2 --steps 40 --seeds 1 {JSON}"),
     Run(".local.partitioned_norms", f"--layers 2 --width 8 --workers 2 --rounds 2 {JSON}"),
     Run(".local.select_speed", f"--sizes 4096 --densities 0.05 --rounds 2 {JSON}"),
@@ -252,6 +251,11 @@ RUNS = [
         lambda out, _: (
             "dense" not in out and float(last_row(out)[-1]) == pytest.approx(200 / 4, rel=1e-3)
         ),
+    ),
+    Run(
+        ".learning.flushed",
+        f"{FOUR.replace('--points 2 ', '')} --options every=4 density=0.5",
+        lambda out, _: 2 < float(last_row(out)[-3]) < 8,
     ),
     Run(
         ".learning.large",

@@ -18,7 +18,7 @@ LOCAL = ".local.compile_time .local.data_cache .local.partitioned_norms .local.s
 RECORDING = ".training.fill_in .training.load_balance .training.select_quality"
 DRAWING = f"{RECORDING} .training.paper_counts .local.select_speed"
 DRAWING += " .network.planned .network.run .network.scaling .network.traffic"
-REPORTING = f"{DRAWING} {LOCAL} .local.step_cost .training.flush_cost .training.regions"
+REPORTING = f"{DRAWING} {LOCAL} .local.step_cost .training.regions"
 
 # Programs and their wrong options; the second table also has the messages.
 REFUSED = [
@@ -32,7 +32,7 @@ REFUSED = [
     (".learning.steps", "--text no-such-file; --images no-such-folder --task images; --steps 1"),
     (".learning.steps", "--task images --workers 2 --batch 5000"),
     (".learning.large", "--only magic; --batch 9; --megabytes 1000000; --rates 0"),
-    (".training.flush_cost", "--images no-such-folder"),
+    (".learning.flushed", "--seeds 1; --options density=2; --options every=2 --show"),
     (".training.paper_counts", "--images no-such-folder --tasks images"),
     (".training.paper_counts", "--workers 5 --tasks images; --text no-such-file --tasks lstm"),
     (".local.compile_time", "--leaves 0.5; --leaves 7"),

@@ -89,11 +89,14 @@ def test_flush_at_a_constant_rate_hurts_no_loss(density):
     """Applying the whole residual at once would, so this case can show a difference."""
     from flax import nnx
 
-    from benchmarks.training import _data, flush_cost
+    from benchmarks.training import _data
 
     data = _data.read_images(None)
     images, labels = data.train_images.reshape(len(data.train_images), -1), data.train_labels
-    graph, params = nnx.split(flush_cost.perceptron(images.shape[1], data.classes, 0))
+    rngs = nnx.Rngs(0)
+    layers = nnx.Linear(images.shape[1], 128, rngs=rngs), nnx.relu, nnx.Linear(128, 128, rngs=rngs)
+    model = nnx.Sequential(*layers, nnx.relu, nnx.Linear(128, data.classes, rngs=rngs))
+    graph, params = nnx.split(model)
 
     def loss(params, batch):
         logits = nnx.merge(graph, params)(batch[0])

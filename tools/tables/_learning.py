@@ -101,6 +101,21 @@ def losses_by_bytes(width: int = 32) -> list[Best]:
     return best_runs(LABELS["loss_by_bytes"], "learning_bytes.jsonl", width=width)
 
 
+def table_loss_flushed() -> Rows:
+    """Losses before and after a flush, with the means and the worst seed of the change."""
+    found: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for run in runs("learning_flushed.jsonl"):
+        shown = LABELS["loss_by_bytes"][run["contestant"]]
+        found.setdefault((f"{run['size']:,}", f"{run['steps']:,}", shown), []).append(run)
+    rows = []
+    for key, of in found.items():
+        before, after = (statistics.mean(run[name] for run in of) for name in ("value", "flushed"))
+        change = [100 * (run["flushed"] / run["value"] - 1) for run in of]
+        by = f"{statistics.mean(change):+.1f} % ({max(change):+.1f})"
+        rows.append([*key, str(len(of)), f"{before:.3f}", f"{after:.3f}", by])
+    return blank_repeats(rows, 2)
+
+
 def table_workers_apart() -> Rows:
     """Workers with examples of their own: the best learning rate, and how much worse than dense."""
     rows, file = [], "learning_apart.jsonl"
