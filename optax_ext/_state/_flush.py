@@ -25,9 +25,9 @@ def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
     ``optax_ext.metrics(opt_state)["residual_norm"]`` reports its size. It is small if the
     learning rate has fallen to 0. Without a limit everything is applied.
 
-    After rounds (``every=``) a flush lowers the loss. With an exchange at every step of 1 % of the
-    entries or less, and a learning rate that has fallen to 0, it raises the loss: the residuals
-    then hold more than one step may apply. Compare the parameters before and after.
+    If the learning rate has fallen to 0, a flush lowered the loss after rounds (``every=``). It
+    raised the loss after exchanges of 1 % of the entries or less at every step: those residuals
+    hold more than one step may apply. Compare the losses before and after.
 
     Args:
       params: the parameters.
