@@ -90,7 +90,7 @@ def train(options: argparse.Namespace) -> None:
             words = float(optax_ext.get_info(opt_state).words)
             print(f"step {number}: loss {loss:.4f}, {words:,.0f} words to each worker", flush=True)
 
-    params, opt_state = optax_ext.flush(params, opt_state)  # applies the residual, within the limit
+    params, opt_state = optax_ext.flush(params, opt_state)  # applies a share of the residuals
     logits = logits_of(jax.device_get(params), data.test_images)
     accuracy = jnp.mean(jnp.argmax(logits, axis=-1) == data.test_labels)
     print(f"test accuracy {accuracy:.2%}")

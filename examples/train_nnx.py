@@ -67,7 +67,7 @@ def train(
         history.append(jax.device_get((loss, optax_ext.get_info(opt_state))))
 
     if optax_ext.get_state(opt_state) is not None:  # not the dense one
-        params, _ = optax_ext.flush(params, opt_state)  # applies the residual, within the limit
+        params, _ = optax_ext.flush(params, opt_state)  # applies a share of the residuals
     params = jax.device_get(params)
     logits = nnx.merge(graph, params)(data.test_images)
     losses, infos = zip(*history, strict=True)

@@ -61,7 +61,7 @@ def train(
             print(f"{name}, step {number}: loss {loss:.4f}, {words:,.0f} words", flush=True)
 
     if optax_ext.get_state(opt_state) is not None:  # not the dense one
-        params, _ = optax_ext.flush(params, opt_state)  # applies the residual, within the limit
+        params, _ = optax_ext.flush(params, opt_state)  # applies a share of the residuals
     return float(jax.jit(loss_fn)(jax.device_get(params), test))
 
 

@@ -10,7 +10,7 @@ from sparse_collectives import AxisName, Spec, _hash, transport
 
 DTYPES = ("float32", "bfloat16")
 
-# With many workers, residuals agree more than a share of 1/P assumes.
+# Many residuals agree more than a share of 1/P assumes.
 _LEAST = 0.1
 
 
@@ -31,9 +31,9 @@ class Residual(NamedTuple):
     spec: Spec | None = Spec.of("residual", dtype=jnp.dtype("float32"), decay=1.0, step_ahead=0.0)
 
 
-def coefficient(step_ahead: float, workers: int) -> float:
-    """The factor on a residual that is applied before a gradient is taken, for P workers."""
-    return min(1.0, step_ahead * max(1.0 / workers, _LEAST))
+def share(step_ahead: float, residuals: int) -> float:
+    """The part of the update in one of so many residuals that its gradients are taken after."""
+    return min(1.0, step_ahead * max(1.0 / residuals, _LEAST))
 
 
 def load(kept: jax.Array) -> jax.Array:

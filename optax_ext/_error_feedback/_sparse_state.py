@@ -137,8 +137,6 @@ class SparseAllreduceState(NamedTuple):
       owner: ``i32[1]`` for each worker: the index on the axis of the worker to which this residual
         and velocity belong. A worker that finds another worker's leaves them out, and has
         ``-1 - index`` from then on.
-      limit: ``f32[]``, the largest limit that a step had, for :func:`optax_ext.flush`; ``()``
-        without a ``limit``.
       residual: ``f32[1, n]`` for each worker, or ``bf16[1, n]`` with
         ``residual(jnp.bfloat16)``: its unsent entries. Dense leaves have none. With
         :func:`~sparse_collectives.allreduce.hierarchical` it is the residual of its shard,
@@ -165,7 +163,6 @@ class SparseAllreduceState(NamedTuple):
     withheld: Annotated[jax.Array, SHARED, EXCHANGE]
     missed: Annotated[Any, SUMMED, OF_WORKER]
     owner: Annotated[jax.Array, GROUP, OF_WORKER]
-    limit: Annotated[Any, SHARED]
     residual: Annotated[jax.Array, SUMMED]
     velocity: Annotated[Any, SUMMED, LOAD]
     dense_velocity: Annotated[Any, SUMMED, OF_DENSE, LOAD]

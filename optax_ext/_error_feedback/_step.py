@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_ext._error_feedback import (
-    _applied,
     _buffers,
     _layout,
     _nonfinite,
@@ -60,7 +59,6 @@ class ErrorFeedback:
             **{name: jnp.zeros((), jnp.int32) for name in _COUNTERS},
             "missed": jnp.zeros((), jnp.int32) if options.every > 1 else (),
             "owner": _owner.mark(options.axis),
-            "limit": () if options.limit is None else jnp.zeros((), jnp.float32),
             "residual": jnp.zeros((size,), options.residual.dtype),
             "velocity": correction.init(size) if correction is not None else (),
             "dense_velocity": correction.init(dense) if correction is not None and dense else (),
@@ -121,7 +119,6 @@ class ErrorFeedback:
             dropped=stepped.dropped + dropped,
             missed=missed,
             owner=_owner.renewed(state.owner, options.axis),
-            limit=self._largest_limit(state),
             residual=kept,
             local=_own_step(own, stepped, loaded.local, state.local),
             info=_reported(stepped.info, state.info),
@@ -162,11 +159,6 @@ class ErrorFeedback:
         """
         axis = self.options.axis if self.options.every == 1 else self.exchange.shard_axis
         return (*_axes.axis_names(axis), *layout.device_axes) if layout.device_axes else axis
-
-    def _largest_limit(self, state: SparseAllreduceState) -> Any:
-        """The largest limit of the steps so far, this one included, ``f32[]``."""
-        limit = _applied.limit_at(self.options.limit, state.count)
-        return () if limit is None else jnp.maximum(state.limit, limit)
 
     def load(
         self, updates: Any, state: SparseAllreduceState, layout: _layout.TreeLayout

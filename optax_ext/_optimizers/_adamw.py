@@ -101,8 +101,7 @@ def sparse_adamw(
     Returns:
       An ``optax.GradientTransformationExtraArgs`` whose updates are ready for
       ``optax.apply_updates``. Its state is a :class:`SparseAllreduceState`. At the end of a
-      training :func:`flush` applies the residuals, which are small if the learning rate has
-      fallen to 0.
+      training :func:`flush` applies a share of the residuals, or in rounds all of them.
 
     Raises:
       ValueError: an argument is out of its range.

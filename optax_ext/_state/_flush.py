@@ -1,12 +1,12 @@
-"""The residuals at the end of a training, applied to the parameters."""
+"""The parameters at the end of a training: the mean of what the workers look ahead to."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.core import Tracer
 
+from optax_ext._error_feedback import _residual
 from optax_ext._error_feedback._sparse_state import SparseAllreduceState
 from optax_ext._state import _consolidate, _nnx, _placement, _shards, _wrappers
 from optax_ext._state._residual_tree import residual_tree
@@ -16,18 +16,15 @@ from optax_ext._state._residual_tree import residual_tree
 def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
     """Applies the residuals to the parameters, and removes the applied part from the state.
 
-    Use it at the end of a training with an optimizer whose residuals are updates of the parameters:
-    :func:`sparse_adamw`, :func:`sparse_sgd`, or another one with ``residual(step_ahead=...)``.
+    Each worker has taken its last gradients at parameters of its own, which include a share of its
+    residual (``step_ahead`` of :func:`residual`). This moves the parameters to the mean of these
+    points. Use it at the end of a training with :func:`sparse_adamw`, :func:`sparse_sgd`, or
+    another optimizer whose residuals are updates of the parameters. It sends n words.
 
-    This is one dense step. If the optimizer has a ``limit``, as :func:`sparse_adamw` has, no entry
-    moves further than the largest limit of any step: updates that accumulated over many steps at a
-    high learning rate would overshoot if applied at once. The excess stays in the residuals, and
-    ``optax_ext.metrics(opt_state)["residual_norm"]`` reports its size. It is small if the
-    learning rate has fallen to 0. Without a limit everything is applied.
-
-    If the learning rate has fallen to 0, a flush lowered the loss after rounds (``every=``). It
-    raised the loss after exchanges of 1 % of the entries or less at every step: those residuals
-    hold more than one step may apply. Compare the losses before and after.
+    In rounds (``every=``) the share is all of the residual, so that the result is the mean of the
+    workers' models. With an exchange at every step it is 1/P. The rest stays in the residuals, and
+    ``optax_ext.metrics(opt_state)["residual_norm"]`` reports its size: the updates of hundreds of
+    steps would go too far if they were applied at once. :func:`consolidate` returns all of it.
 
     Args:
       params: the parameters.
@@ -48,11 +45,10 @@ def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
       >>> import jax.numpy as jnp, optax_ext
       >>> tx = optax_ext.sparse_adamw(0.5, axis="w")
       >>> state = optax_ext.init_state(tx, jnp.zeros(2), {"w": 2})
-      >>> residual = jnp.array([[1.0, 4.0], [0.0, 0.0]])
-      >>> state = state._replace(residual=residual, limit=jnp.float32(1.5))
+      >>> state = state._replace(residual=jnp.array([[1.0, 4.0], [0.0, 0.0]]))
       >>> params, state = flush(jnp.zeros(2), state)
       >>> params.tolist(), state.residual.tolist()
-      ([0.5, 1.5], [[0.0, 0.5], [0.0, 0.5]])
+      ([0.25, 1.0], [[0.5, 2.0], [0.0, 0.0]])
     """
     given, opt_state = opt_state, _nnx.arrays(opt_state)
     _consolidate.check("flush(params, opt_state)", params, opt_state)
@@ -64,8 +60,8 @@ def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
                 "opt_state), and give the gradient to the optimizer after the allreduce."
             )
     _check_nothing_follows(opt_state)
-    updates = residual_tree(opt_state, params, lambda node: _shards.leaves_of(node, _step(node)[0]))
-    rest = _consolidate.emptied(opt_state, _without_step)
+    updates = residual_tree(opt_state, params, _step)
+    rest = _consolidate.emptied(opt_state, _kept)
     return optax.apply_updates(params, updates), _nnx.like(given, rest)
 
 
@@ -90,25 +86,16 @@ def _check_nothing_follows(tree: Any) -> None:
             _check_nothing_follows(part)
 
 
-def _step(node: SparseAllreduceState) -> tuple[jax.Array, jax.Array]:
-    """The part of the mean that a dense step applies within the limit, and the excess."""
-    mean = _consolidate.mean(node)
-    if not hasattr(node.limit, "dtype"):
-        return mean, jnp.zeros_like(mean)
-    beyond = mean - jnp.clip(mean, -node.limit, node.limit)
-    beyond = jnp.where(jnp.isfinite(mean), beyond, 0.0)
-    # The applied and the kept part add up in float32.
-    return mean - beyond, beyond
+def _step(node: SparseAllreduceState) -> Any:
+    """The leaves of the update that leads to the mean of the look-ahead parameters."""
+    taken = node.residual.astype(jnp.float32) - _kept(node).astype(jnp.float32)
+    return _shards.leaves_of(node, _consolidate.mean(node._replace(residual=taken)))
 
 
-def _without_step(node: SparseAllreduceState) -> jax.Array:
-    """The residuals without what a dense step applies."""
-    _, beyond = _step(node)
-    rows = _shards.part_rows(node, node.residual)
-    # The rows add up to P times the excess, as in a step; a node's row is for all its workers.
-    beyond = beyond * (node.workers / rows.shape[0])
-    rest = _shards.of_part_rows(node, jnp.broadcast_to(beyond, rows.shape))
-    kept = node.residual
-    placed = isinstance(kept, jax.Array) and not isinstance(kept, Tracer)
-    rest = rest.astype(kept.dtype)
-    return jax.device_put(rest, kept.sharding) if placed else rest
+def _kept(node: SparseAllreduceState) -> jax.Array:
+    """The residuals without the shares that workers have looked ahead by."""
+    residuals = node.workers // _shards.workers_in_node(node)
+    share = _residual.share(node.settings.step_ahead, residuals)
+    if share == 1.0:
+        return jnp.zeros_like(node.residual)
+    return ((1.0 - share) * node.residual).astype(node.residual.dtype)

@@ -177,15 +177,16 @@ def _own_residual(state: SparseAllreduceState) -> jax.Array:
 def _share_of_part(residual: jax.Array, layout: Any, settings: Any, workers: int) -> Any:
     """:func:`_share` for the part of one device."""
     size = layout.size
-    coefficient = _residual.coefficient(settings.step_ahead, workers)
-    if not coefficient:
+    if not settings.step_ahead:
         return of_vector(jnp.zeros((size,), jnp.float32), layout)
-    share = coefficient * residual[0]
     inside = settings.shard_axis
     if _axes.ranks(inside):
         raise ValueError(
             "ahead: of a hierarchical allreduce over MPI communicators a worker can't gather the "
             "residual of its node. Leave out step_ahead=."
         )
+    # The residual of a node has the sum of its workers' updates, and is applied as their mean.
+    together = transport.axis_size(inside)
+    share = _residual.share(settings.step_ahead, workers // together) / together * residual[0]
     share = transport.all_gather(share, inside).reshape(-1)[:size] if inside else share
     return of_vector(share, layout)

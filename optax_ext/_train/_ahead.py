@@ -19,8 +19,8 @@ def ahead(params: Any, opt_state: Any) -> Any:
         updates, opt_state = tx.update(gradients, opt_state, params)
         params = optax.apply_updates(params, updates)
 
-    With a ``step_ahead`` (:func:`residual`) that is ``params + step_ahead * residual_i``, and with
-    :func:`local_steps` ``params`` and what this worker has moved; else it is the parameters. In
+    With a ``step_ahead`` (:func:`residual`) it is ``params`` and a share of this worker's residual,
+    and with :func:`local_steps` ``params`` and what this worker has moved; else the parameters. In
     either case they are typed as this worker's own, as local gradients need under
     ``shard_map(check_vma=True)``. (:func:`make_train_step` does all of this.)
 

@@ -25,10 +25,12 @@ def residual(dtype: Any = jnp.float32, *, decay: float = 1.0, step_ahead: float 
         (Xu, Huo and Huang, `Step-Ahead Error Feedback <https://arxiv.org/abs/2008.05823>`_, AAAI
         2021). ``a`` is ``step_ahead`` times 1/P, the worker's own share of the mean of all
         residuals, or times 0.1 with more than ten workers, and at most 1. ``math.inf`` makes it 1
-        for any number of workers; together with ``every`` this gives local steps. The residual has
-        to be an update of the parameters: ``local=`` includes the learning rate and its sign, as in
-        :func:`sparse_adamw` and :func:`sparse_sgd`, whose ``step_ahead`` is 1.
-        :func:`make_train_step` takes gradients there; a loop of your own calls :func:`ahead`.
+        for any number of workers; together with ``every`` this gives local steps. A node whose
+        workers share a residual, the sum of theirs, counts as one worker with their mean. The
+        residual has to be an update of the parameters: ``local=`` includes the learning rate and
+        its sign, as in :func:`sparse_adamw` and :func:`sparse_sgd`, whose ``step_ahead`` is 1.
+        :func:`make_train_step` takes gradients there; a loop of your own calls :func:`ahead`. At
+        the end of a training :func:`flush` moves the parameters to the mean of these points.
 
     Returns:
       A :class:`Residual`.

@@ -115,6 +115,7 @@ class Configuration:
     params: Any  # shapes and dtypes
     policy: str  # what it does with non-finite values
     decay: float  # of the residual
+    limited: bool  # whether there is an update clipping
     narrow_residual: bool  # whether it is bfloat16, rounded at random
     momentum: float | None  # of the correction
     nesterov: bool
@@ -240,16 +241,20 @@ def configurations(draw: Any, *, of_parts: bool = False) -> Configuration:
     seed = draw(SEEDS)
     if LOCALS[local]() is None:
         limit, every = None, 1
+    if without is not None:
+        limit = momentum = None
+        every = 1
+    kept: dict[str, Any] = {"dtype": jnp.bfloat16 if narrow else jnp.float32, "decay": decay}
+    if LOCALS[local]() is not None:
+        # In rounds a worker applies all of its residual at once.
+        kept["step_ahead"] = math.inf if every > 1 else 1.0
     options: dict[str, Any] = {
         "axis": axes,
         "nonfinite": policy,
         "local": LOCALS[local](),
-        "residual": optax_ext.residual(jnp.bfloat16 if narrow else jnp.float32, decay=decay),
+        "residual": optax_ext.residual(**kept),
         "dense_steps": DENSE_STEPS[dense_steps],
     }
-    if without is not None:
-        limit = momentum = None
-        every = 1
     if every > 1:
         options["every"], dense_leaves = every, None
     if limit is not None:
@@ -283,6 +288,7 @@ def configurations(draw: Any, *, of_parts: bool = False) -> Configuration:
         params=params,
         policy=policy,
         decay=decay,
+        limited=limit is not None,
         narrow_residual=narrow,
         momentum=momentum,
         nesterov=nesterov,

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import optax_ext
 import sparse_collectives as sc
 from optax_ext._error_feedback._nonfinite import LARGEST
 from tests.fuzz.configurations import (
@@ -29,18 +30,24 @@ _TINY = 2.0**-126
 OVERFLOWING = ("heavy tail", "huge", "largest", "signs of the largest", "not finite")
 
 
+def program_of(configuration: Configuration) -> tuple[Any, Any, Any]:
+    """:func:`program` of a configuration."""
+    tied, leaves = (tuple(x.items()) for x in (configuration.tied, configuration.params))
+    return program(
+        *(configuration.tx, configuration.around, configuration.axes, configuration.shape),
+        *(leaves, tied),
+    )
+
+
 def trajectory(configuration: Configuration) -> tuple[list[Any], list[Any], Any]:
     """The states before and after each step, and the updates, of all workers; as NumPy."""
-    shape, tied = configuration.shape, tuple(configuration.tied.items())
-    leaves = tuple(configuration.params.items())
-    state, step = program(
-        configuration.tx, configuration.around, configuration.axes, shape, leaves, tied
-    )
+    shape, tied = configuration.shape, configuration.tied
+    state, step, _ = program_of(configuration)
     given = gradients(configuration)
     states, updates = [jax.device_get(state)], []
     for t in range(STEPS):
         now = jax.tree.map(lambda x: x[t].reshape(*shape, *x.shape[2:]), given)  # noqa: B023
-        update, state = step(state, now | {name: now[other] for name, other in tied})
+        update, state = step(state, now | {name: now[other] for name, other in tied.items()})
         states.append(jax.device_get(state))
         updates.append(jax.device_get(update))
     assert step._cache_size() == 1
@@ -50,14 +57,20 @@ def trajectory(configuration: Configuration) -> tuple[list[Any], list[Any], Any]
 @functools.lru_cache(maxsize=1)
 def program(
     tx: Any, around: str, axes: Any, shape: tuple[int, ...], leaves: Any, tied: Any
-) -> tuple[Any, Any]:
-    """The first state of all workers, and ``step(state, gradients)``, compiled once."""
+) -> tuple[Any, Any, Any]:
+    """The first state of all workers, ``step(state, gradients)`` and ``ahead(state)``."""
     names: Any = axes if len(axes) > 1 else axes[0]
     tx = AROUND[around](tx)
 
+    def params():
+        zeros = {name: jnp.zeros(x.shape, x.dtype) for name, x in leaves}
+        return zeros | {name: zeros[other] for name, other in tied}
+
     def init(_):
-        params = {name: jnp.zeros(x.shape, x.dtype) for name, x in leaves}
-        return tx.init(params | {name: params[other] for name, other in tied})
+        return tx.init(params())
+
+    def ahead(state):
+        return optax_ext.ahead(params(), state)
 
     def step(state, gradient):
         return tx.update(gradient, state)
@@ -67,7 +80,8 @@ def program(
     everywhere = init
     for name, size in reversed(list(zip(axes, shape, strict=True))):
         everywhere = jax.vmap(everywhere, axis_name=name, axis_size=size)
-    return everywhere(jnp.zeros(shape)), sc.simulate(step, axis=names, axis_size=sizes)
+    each = (sc.simulate(function, axis=names, axis_size=sizes) for function in (step, ahead))
+    return everywhere(jnp.zeros(shape)), *each
 
 
 def flat(tree: Any, layout: Any, dense: bool) -> np.ndarray:
@@ -121,6 +135,7 @@ def of_bucket(tree: dict[str, Any], state: Any) -> dict[str, Any]:
 def exchanges(configuration: Configuration) -> Any:
     """For each exchange, the states before and after it, the update and the gradient."""
     states, updates, given = trajectory(configuration)
+    check_ahead(configuration, states[-1])
     states = [by_worker(state, configuration) for state in states]
     for t, update in enumerate(updates):
         before, after = reductions(states[t]), reductions(states[t + 1])
@@ -162,6 +177,27 @@ def check(configuration: Configuration) -> None:
             check_untouched(update, before, after)
             continue
         check_conserved(configuration, before, after, update, gradient)
+
+
+def check_ahead(configuration: Configuration, state: Any) -> None:
+    """On average the workers look ahead to their share of the mean that waits."""
+    *_, ahead = program_of(configuration)
+    points = by_worker(ahead(state), configuration)
+    if any(x.dtype != jnp.float32 for x in configuration.params.values()):
+        return  # They round the points.
+    for part in reductions(by_worker(state, configuration)):
+        if not part.layout.size:
+            continue
+        waits = rows(part, part.residual, configuration)
+        if not np.isfinite(waits).all():
+            continue
+        share = 0.0
+        if part.settings.step_ahead:
+            share = max(0.1, 1 / len(waits)) if configuration.every == 1 else 1.0
+        expected = share * waits.sum(axis=0) / configuration.workers
+        found = flat(of_bucket(points, part), part.layout, dense=False).mean(axis=0)
+        allowed = 1e-5 * np.abs(waits).sum(axis=0) + _TINY
+        assert (np.abs(found - expected) <= allowed).all(), "another point than the residuals say"
 
 
 def check_replicas(update: Any, state: Any) -> None:
@@ -258,7 +294,7 @@ def check_conserved(
             # Such a sum of a node is also beyond it, whatever the residual.
             finite = finite & (np.abs(summed_up) <= largest) & (np.abs(increment) <= largest)
         # Every worker also keeps a part of a limited or a rounded mean.
-        rounds = not isinstance(after.limit, tuple) or any(
+        rounds = configuration.limited or any(
             shape.dtype != jnp.float32
             for shape, is_dense in zip(jax.tree.leaves(update), layout.dense, strict=True)
             if not is_dense

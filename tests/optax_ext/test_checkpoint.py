@@ -147,11 +147,11 @@ def test_what_is_no_metadata_is_an_error(saved):
 def test_a_state_with_other_fields_has_another_format():
     """Otherwise a checkpoint of before would be read with the fields of now."""
     fields = (
-        "count skipped dropped withheld missed owner limit residual velocity dense_velocity local "
+        "count skipped dropped withheld missed owner residual velocity dense_velocity local "
         "selector allreduce info layout settings"
     )
     found = optax_ext.SparseAllreduceState._fields
-    assert {_checkpoint.FORMAT: found} == {6: tuple(fields.split())}
+    assert {_checkpoint.FORMAT: found} == {7: tuple(fields.split())}
 
 
 @pytest.mark.parametrize("found", [None, 4, _checkpoint.FORMAT + 1, "2", True, np.arange(2)])

@@ -128,10 +128,10 @@ def test_sparse_sgd_of_all_entries_is_sgd():
 
 
 def test_step_ahead_of_many_workers_is_a_tenth_at_least():
-    shares = [_residual.coefficient(1.0, workers) for workers in (1, 4, 10, 16, 100)]
+    shares = [_residual.share(1.0, workers) for workers in (1, 4, 10, 16, 100)]
     assert shares == [1.0, 0.25, 0.1, 0.1, 0.1]
-    assert _residual.coefficient(0.5, 4) == 0.125
-    assert _residual.coefficient(20.0, 10) == 1.0
+    assert _residual.share(0.5, 4) == 0.125
+    assert _residual.share(20.0, 10) == 1.0
 
 
 def waiting(state):
