@@ -242,7 +242,7 @@ def test_state_without_rounds_is_what_it_was():
     state = optax_ext.init_state(tx, PARAMS, mesh())
     assert state.missed == ()
     assert state.settings.every == 1
-    assert _residual.coefficient(math.inf, 8) == 1.0
+    assert _residual.share(math.inf, 8) == 1.0
 
 
 @pytest.mark.parametrize("every", [0, -1, 2.5, "4", True])
