@@ -38,7 +38,7 @@ def test_complex_leaves_train_as_their_real_and_imaginary_parts(every):
         step = optax_ext.make_train_step(loss, tx, mesh(2))
         for i in range(4):
             params, state, _ = step(params, state, normal((8, 6), i))
-        params, _ = optax_ext.flush(params, state)
+        params = optax.apply_updates(params, optax_ext.consolidate(params, state)[0])
         ends.append({name: np.asarray(x) for name, x in params.items()})
     parts = ends[0]["c"].view(np.float32).reshape(3, 2)
     # They stand in another order in the buffer, in which the workers choose.
