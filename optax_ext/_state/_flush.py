@@ -14,15 +14,17 @@ from optax_ext._state._residual_tree import residual_tree
 
 @_placement.on_auto_axes
 def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
-    """Applies the residuals to the parameters, and removes the applied part from the state.
+    """Moves the parameters to the mean of the look-ahead parameters of all workers.
 
     Each worker has taken its last gradients at parameters of its own, which include a share of its
     residual (``step_ahead`` of :func:`residual`). This moves the parameters to the mean of these
-    points. Use it at the end of a training with :func:`sparse_adamw`, :func:`sparse_sgd`, or
-    another optimizer whose residuals are updates of the parameters. It sends n words.
+    points, and takes the shares out of the residuals. Use it at the end of a training with
+    :func:`sparse_adamw`, :func:`sparse_sgd`, or another optimizer whose residuals are updates of
+    the parameters. It is a dense exchange of n numbers.
 
     In rounds (``every=``) the share is all of the residual, so that the result is the mean of the
-    workers' models. With an exchange at every step it is 1/P. The rest stays in the residuals, and
+    workers' models. With an exchange at every step the default is 1/P, or 0.1 with more than ten
+    workers. The rest stays in the residuals, and
     ``optax_ext.metrics(opt_state)["residual_norm"]`` reports its size: the updates of hundreds of
     steps would go too far if they were applied at once. :func:`consolidate` returns all of it.
 
