@@ -46,6 +46,8 @@ _ARE = {"dense": "dense/leaves", "ok_topk_reuse": "ok_topk/reuse/global32"}
 _ARE |= {"powersgd": "powersgd4", "partitioned_topk_few": "partitioned_topk/few"}
 _ARE |= {f"{name}_1_3": f"{name}, bits (1, 3)" for name in _NAMES if f"{name}_1_3" in _NAMES}
 STEPS = {name: find(_ARE.get(name, name)) for name in _NAMES}
+# As in a model, where the leaves of an update are parts of one vector.
+STEPS["sparse_adamw_matrices"] = STEPS["sparse_adamw"]._replace(matrices=True)
 
 
 def layers(size: int) -> tuple[tuple[int, ...], ...]:

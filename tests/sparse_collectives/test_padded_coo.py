@@ -139,6 +139,23 @@ def test_set_holds_what_was_inserted_and_ranks_it(size):
     assert not _bitset.contains(words, past).any()
 
 
+@pytest.mark.parametrize("size", [0, *SIZES])
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_dense_vector_of_a_set_has_the_bits_of_a_scatter(size, data):
+    capacity = data.draw(st.sampled_from([0, 1, 7, 40]))
+    chosen = data.draw(st.permutations(range(size)))[:capacity]
+    indices = np.full(capacity, size, np.int32)
+    # Padding anywhere, and any order: workers send their parts one after the other.
+    slots = data.draw(st.permutations(range(capacity)))[: len(chosen)]
+    indices[slots] = chosen
+    numbers = [0.0, -0.0, 1.0, -2.5, np.inf, np.nan, 1e-45, 3e38]
+    values = data.draw(st.lists(st.sampled_from(numbers), min_size=capacity, max_size=capacity))
+    coo = sc.PaddedCOO(jnp.asarray(values, jnp.float32), jnp.asarray(indices), size)
+    portable, gpu = (np.asarray(f(coo)) for f in (coo.__class__.to_dense, _bitset._by_rank))
+    np.testing.assert_array_equal(portable.view(np.uint32), gpu.view(np.uint32))
+
+
 # Windows.
 
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import optax_ext
 import sparse_collectives as sc
 from sparse_collectives import _platform
 from sparse_collectives._sparse_ops import _bits, _compaction, _kth_magnitude
@@ -181,6 +182,31 @@ def test_allreduces_of_hard_data(name):
         for field in ("total", "kept"):
             portable, gpu = found["cpu", case][field], found["cuda", case][field]
             np.testing.assert_array_equal(portable, gpu, case)
+
+
+@pytest.mark.parametrize("name", ["partitioned_topk", "ok_topk"])
+@pytest.mark.slow
+def test_steps_of_an_optimizer(name):
+    shapes = {"matrix": (40, 30), "other": (7, 100), "vector": (33,)}
+    params = {k: jnp.asarray(RNG.standard_normal(s), jnp.float32) for k, s in shapes.items()}
+    params["matrix"] = params["matrix"].astype(jnp.bfloat16)
+    steps = [
+        {k: jnp.asarray(RNG.standard_normal((4, *x.shape)), x.dtype) for k, x in params.items()}
+        for _ in range(3)
+    ]
+    found = []
+    for form in ("cpu", "cuda"):
+        allreduce = table.make(name, 0.05)
+        tx = optax_ext.sparse_adamw(0.01, density=0.05, allreduce=allreduce, axis="workers")
+        with helpers.traced_for(form):
+            state = jax.vmap(lambda _, tx=tx: tx.init(params), axis_name="workers")(jnp.zeros(4))
+            step = sc.simulate(lambda g, s, tx=tx: tx.update(g, s, params), axis_size=4)
+            updates = []
+            for gradients in steps:
+                update, state = step(gradients, state)
+                updates.append(update)
+        found.append((updates, state))
+    jax.tree.map(np.testing.assert_array_equal, *found)
 
 
 def test_program_holds_the_form_of_its_platform():
