@@ -92,7 +92,8 @@ def hierarchical(*, inner_axis: AxisName, outer: SparseAllreduce) -> SparseAllre
             "levels. Give both inner axes as one inner_axis, a tuple."
         )
 
-    if outer.spec is not None and outer.spec.number("row_axis") is not None:
+    # Also if it is inside of another one, as in full_sums(row_topk(...)).
+    if "row_axis=" in str(outer.spec):
         raise ValueError(
             "outer selects from the rows of layers, and a shard of a node cuts through rows, got "
             f"{outer.spec}. Use it over all workers without hierarchical, or give an outer without "

@@ -291,8 +291,10 @@ def test_errors_say_which_axis_or_length_is_wrong():
     for row_axis, shapes in ((-3, ((3, 2, 4), (2, 3))), (5, ((4,), (6, 1, 2)))):
         with pytest.raises(ValueError, match=f"row_axis={row_axis} is not an axis of a layer"):
             sc.allreduce.row_topk(0.1, row_axis=row_axis).init(sc.Layout(shapes), 2)
-    with pytest.raises(ValueError, match=r"a shard of a node cuts through rows, got row_topk\("):
-        sc.allreduce.hierarchical(inner_axis="device", outer=sc.allreduce.row_topk(0.1))
+    rows = sc.allreduce.row_topk(0.1)
+    for outer in (rows, sc.allreduce.full_sums(rows)):
+        with pytest.raises(ValueError, match=r"a shard of a node cuts through rows, got .*row_topk\("):
+            sc.allreduce.hierarchical(inner_axis="device", outer=outer)
     _, allreduce = parts(DENSITY)
     state = allreduce.init(sc.Layout(((4, 5),)), 2)
     coo = sc.PaddedCOO(jnp.ones(2), jnp.arange(2, dtype=jnp.int32), 21)
