@@ -293,7 +293,9 @@ def test_errors_say_which_axis_or_length_is_wrong():
             sc.allreduce.row_topk(0.1, row_axis=row_axis).init(sc.Layout(shapes), 2)
     rows = sc.allreduce.row_topk(0.1)
     for outer in (rows, sc.allreduce.full_sums(rows)):
-        with pytest.raises(ValueError, match=r"a shard of a node cuts through rows, got .*row_topk\("):
+        with pytest.raises(
+            ValueError, match=r"a shard of a node cuts through rows, got .*row_topk\("
+        ):
             sc.allreduce.hierarchical(inner_axis="device", outer=outer)
     _, allreduce = parts(DENSITY)
     state = allreduce.init(sc.Layout(((4, 5),)), 2)
