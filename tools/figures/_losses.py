@@ -105,11 +105,16 @@ def _panel_of_bytes(
     points, curves = [], {"sparse_adamw": ("-", []), "bits": ("--", [])}
     for one in found:
         color, name = color_of(one.shown), one.shown.replace("`", "").replace(" before AdamW", "")
-        name = name.replace("dense AdamW, float16", "float16")
-        x, y = _STEPS * _BYTES * one.words / 1e6, one.mean
-        axes.plot([x, x], [min(one.losses), max(one.losses)], color=color, linewidth=2, alpha=0.3)
+        name = name.replace("dense AdamW, float16", "float16").removesuffix(", one seed")
+        x, y, marker = _STEPS * _BYTES * one.words / 1e6, one.mean, "o"
+        if y > ylim[1]:
+            # At the upper end, with its loss.
+            name, y, marker = f"{name}: {y:.3f}", ylim[1] - 0.03 * (ylim[1] - ylim[0]), "^"
+        else:
+            low, high = min(one.losses), max(one.losses)
+            axes.plot([x, x], [low, high], color=color, linewidth=2, alpha=0.3)
         fill = "none" if name.startswith("every") else "full"
-        axes.plot(x, y, "o", color=color, markersize=5, fillstyle=fill)
+        axes.plot(x, y, marker, color=color, markersize=5, fillstyle=fill)
         for of, (_, curve) in curves.items():
             curve += [(x, y)] if name.startswith(of) else []
         name = name.removeprefix("sparse_adamw, ").replace("bits=(1, 3)", "1+3 bits")

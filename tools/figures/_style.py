@@ -30,6 +30,7 @@ COLORS = {
     "powersgd": "#c2410c",
     "streaming": "#a855c7",
     "diloco": "#7e22ce",
+    "muloco": "#4a044e",
     "sparseloco": "#be185d",
     "sparse_adamw": OURS,
     "bits": OURS,
