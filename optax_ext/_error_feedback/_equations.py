@@ -7,7 +7,7 @@ device.
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from jax.core import Tracer
@@ -48,18 +48,26 @@ def is_reduced(values: Iterable[Any], axis: AxisName) -> bool:
 def depends_on(values: Iterable[Any], sources: Iterable[Any]) -> bool:
     """Whether any of the values was made from one of the sources, or is one."""
     wanted = {id(x) for x in map(_jaxprs.captured, sources) if isinstance(x, Tracer)}
+    return any(id(x) in wanted for x in _made_from(values))
+
+
+def arguments_of(values: Iterable[Any]) -> list[Any]:
+    """The arguments of the traced function that the values were made from."""
+    return [x for x in _made_from(values) if _jaxprs.made_by(x) is None]
+
+
+def _made_from(values: Iterable[Any]) -> Iterator[Any]:
+    """Everything that the values were made from, and they themselves; each once."""
     seen: dict[int, Any] = {}
     stack = [_jaxprs.captured(x) for x in values]
     while stack:
         x = stack.pop()
         if not isinstance(x, Tracer) or id(x) in seen:
             continue
-        if id(x) in wanted:
-            return True
         seen[id(x)] = x  # Kept, so that no other value gets its id.
+        yield x
         if (eqn := _jaxprs.made_by(x)) is not None:
             stack.extend(map(_jaxprs.captured, eqn.invars))
-    return False
 
 
 def common_among(axis: AxisName) -> Callable[[Any], bool]:

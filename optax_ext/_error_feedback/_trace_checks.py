@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_ext._error_feedback import _layout
-from optax_ext._error_feedback._equations import depends_on, is_reduced
+from optax_ext._error_feedback._equations import arguments_of, depends_on, is_reduced
 from optax_ext._error_feedback._sparse_state import Settings
 from sparse_collectives import AxisName, _axes, _varying, transport
 
@@ -123,7 +123,7 @@ def check_layout(expected: _layout.TreeLayout, got: _layout.TreeLayout) -> None:
     """The updates have the tree, shapes and dtypes of the parameters at init."""
     if got == expected:
         return
-    if got.treedef != expected.treedef and _names(got) != _names(expected):
+    if got.treedef != expected.treedef and names_of(got) != names_of(expected):
         raise ValueError(
             f"updates have another tree than the params that init was called with: expected "
             f"{expected.treedef}, got {got.treedef}. Call init with the parameters that you "
@@ -153,7 +153,7 @@ def check_layout(expected: _layout.TreeLayout, got: _layout.TreeLayout) -> None:
             )
 
 
-def _names(layout: _layout.TreeLayout) -> list[tuple[Any, ...]]:
+def names_of(layout: _layout.TreeLayout) -> list[tuple[Any, ...]]:
     """The path of each leaf, without the box around a single leaf, such as a variable of flax."""
     tree = jax.tree.unflatten(layout.treedef, range(len(layout.shapes)))
     paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(tree))
@@ -252,7 +252,7 @@ def warn_without_ahead(updates: Any, state: Any, params: Any) -> None:
     leaves = jax.tree.leaves(updates)
     if not depends_on(leaves, jax.tree.leaves(params)):
         return
-    if not depends_on(leaves, [state.residual]):
+    if not depends_on(leaves, [state.residual]) and not all(map(_is_handed_over, leaves)):
         warnings.warn(
             "the gradients were taken at params, but the optimizer expects them at look-ahead "
             f"parameters (step_ahead={state.settings.step_ahead!r}). Without look-ahead it is "
@@ -264,11 +264,24 @@ def warn_without_ahead(updates: Any, state: Any, params: Any) -> None:
         )
 
 
-_INSIDE = os.path.dirname(os.path.dirname(__file__)), os.path.dirname(optax.__file__ or "")
+def _is_handed_over(update: Any) -> bool:
+    """Whether it is made from a gradient of another part of the program, ``[1, ...]``.
+
+    A step of all workers takes gradients there, at the look-ahead parameters. Here, a
+    transformation before the exchange may read the parameters.
+    """
+    wanted = (1, *jnp.shape(update))
+    return any(jnp.shape(x) == wanted for x in arguments_of([update]))
+
+
+_INSIDE = (
+    os.path.dirname(os.path.dirname(__file__)),
+    *(os.path.dirname(library.__file__ or "") for library in (optax, jax)),
+)
 
 
 def level_of_caller() -> int:
-    """The ``stacklevel`` of a warning at the first code outside of this library and optax."""
+    """The ``stacklevel`` of a warning at the first code outside of this library, optax and jax."""
     frame, level = inspect.currentframe(), 0
     while frame is not None and frame.f_code.co_filename.startswith(_INSIDE):
         frame, level = frame.f_back, level + 1

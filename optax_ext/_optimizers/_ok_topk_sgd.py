@@ -1,9 +1,7 @@
 """Ok-Topk SGD, the optimizer of the paper."""
 
-from typing import Any, cast
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 import optax
 
 from optax_ext._error_feedback import _options
@@ -33,8 +31,8 @@ def ok_topk_sgd(
       acc_t = \epsilon_{t-1} + \alpha_t g_t, \quad
       w_t = w_{t-1} - \tfrac{1}{P} u_t
 
-    The learning rate is applied before the accumulation: each entry of a residual keeps the
-    learning rate of the step that produced it, even if a schedule has changed it since.
+    The learning rate, with its sign, is applied before the accumulation: each entry of a residual
+    keeps the learning rate of the step that produced it, even if a schedule has changed it since.
 
     Args:
       learning_rate: a number, or a schedule of the step count; skipped steps do not count.
@@ -56,23 +54,14 @@ def ok_topk_sgd(
       >>> tx = ok_topk_sgd(0.1, density=0.01, axis="data", paper=True, global_period=128)
     """
     _options.check_learning_rate(learning_rate)
-    if callable(learning_rate):
-        local = optax.scale_by_schedule(learning_rate)
-    else:
-        # optax before 0.2.6 declares a float, but an array (of inject_hyperparams) works as well.
-        local = optax.scale(cast(float, learning_rate))
-    sparse = ok_topk(
-        density,
-        axis=axis,
-        selector=selector,
-        local=local,
-        correction=correction,
-        **options,
+    return whole(
+        ok_topk(
+            density,
+            axis=axis,
+            selector=selector,
+            # Residuals are steps of the parameters, as in all optimizers here.
+            local=optax.scale_by_learning_rate(learning_rate),
+            correction=correction,
+            **options,
+        )
     )
-
-    def update(gradients: Any, state: Any, params: Any = None, **extra: Any):
-        mean, state = sparse.update(gradients, state, params, **extra)
-        return jax.tree.map(jnp.negative, mean), state
-
-    # optax types a state as any pytree, which NamedTuples of arrays are at run time.
-    return whole(optax.GradientTransformationExtraArgs(sparse.init, cast(Any, update)))

@@ -23,7 +23,7 @@ from sparse_collectives import __version__, _axes
 
 # The format of the metadata and of the states that it describes. It grows when the structure of a
 # state or the meaning of a spec changes, and not with every version of the library.
-FORMAT = 7
+FORMAT = 8
 
 
 def abstract_state(

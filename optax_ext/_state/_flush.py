@@ -1,15 +1,16 @@
 """The parameters at the end of a training: the mean of what the workers look ahead to."""
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
+import numpy as np
 
-from optax_ext._error_feedback import _residual
+from optax_ext._error_feedback import _buffers, _residual
 from optax_ext._error_feedback._sparse_state import SparseAllreduceState
 from optax_ext._state import _consolidate, _nnx, _placement, _shards, _wrappers
-from optax_ext._state._residual_tree import residual_tree
+from optax_ext._state._residual_tree import residual_tree, spread
 
 
 @_placement.on_auto_axes
@@ -34,7 +35,8 @@ def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
 
     Returns:
       ``(params, opt_state)``. P times the change of the parameters, plus the sum of the remaining
-      residuals over the workers, equals the sum of the residuals before.
+      residuals over the workers, equals the sum of the residuals before: what a 16-bit parameter
+      cannot take of its change stays in the residuals.
 
     Raises:
       ValueError: the residuals are gradients (pass the result of :func:`consolidate` to the
@@ -62,22 +64,74 @@ def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
                 "opt_state), and give the gradient to the optimizer after the allreduce."
             )
     _check_nothing_follows(opt_state)
-    updates = residual_tree(opt_state, params, _step)
-    rest = _consolidate.emptied(opt_state, _kept)
-    return optax.apply_updates(params, updates), _nnx.like(given, rest)
+    # The arrays of a step are on Auto axes, and a new state on the mesh of jax.make_mesh is not.
+    opt_state = _placement.typed(opt_state, _placement.with_auto_axes)
+    places = [getattr(x.residual, "sharding", None) for x in _wrappers.get_states(opt_state)]
+    params = _placement.readable(params, getattr(places[0], "mesh", None) if places else None)
+    steps = residual_tree(opt_state, params, _step)
+    leaves, treedef = jax.tree.flatten(params)
+    moved = list(map(_moved, leaves, jax.tree.leaves(steps)))
+    errors = list(map(_error, leaves, jax.tree.leaves(steps), moved))
+
+    def rest(node: SparseAllreduceState) -> jax.Array:
+        return _with_errors(node, _kept(node), params, errors)
+
+    return treedef.unflatten(moved), _nnx.like(given, _consolidate.emptied(opt_state, rest))
+
+
+def _moved(parameter: Any, step: jax.Array) -> jax.Array:
+    parameter = jnp.asarray(parameter)
+    return _buffers.narrowed(parameter.astype(step.dtype) + step, parameter.dtype, saturate=True)
+
+
+def _error(parameter: Any, step: jax.Array, moved: jax.Array) -> jax.Array | None:
+    """What a 16-bit parameter did not take of its step, ``f32``; None for another parameter."""
+    if moved.dtype == step.dtype:
+        return None
+    error = step - (moved.astype(step.dtype) - jnp.asarray(parameter).astype(step.dtype))
+    return jnp.where(jnp.isfinite(error), error, 0.0)
+
+
+def _with_errors(
+    node: SparseAllreduceState, residual: jax.Array, params: Any, errors: list[jax.Array | None]
+) -> jax.Array:
+    """``residual`` with the errors, one for each leaf of ``params``, added to every worker's."""
+    layout, inside = node.layout, _shards.workers_in_node(node)
+    numbers = layout.treedef.unflatten(map(np.float32, range(len(layout.shapes))))
+    mine: dict[int, jax.Array] = {}
+    for number, error in zip(spread([numbers], params), errors, strict=True):
+        if number is not None and error is not None and not layout.dense[int(number)]:
+            mine[int(number)] = error
+    if not mine:
+        return residual
+    whole = [mine.get(i, jnp.zeros(s, jnp.float32)) for i, s in enumerate(layout.shapes)]
+    # Each shard of a node stands for all of its workers.
+    part = inside * _shards.parts_of_leaves(layout, whole)
+    rows = jnp.broadcast_to(part, (node.workers // inside, *part.shape))
+    added = _shards.of_part_rows(node, rows).reshape(residual.shape)
+    return (residual.astype(jnp.float32) + added).astype(residual.dtype)
 
 
 def _check_nothing_follows(tree: Any) -> None:
     """Checks that no ``optax.chain`` would have changed the updates that residuals hold."""
-    for chain in jax.tree.leaves(tree, is_leaf=lambda node: type(node) is tuple):
-        if type(chain) is not tuple or not _wrappers.get_states(chain):
+
+    def is_chain(node: Any) -> bool:
+        return type(node) is tuple or _wrappers.is_named(node)
+
+    for found in jax.tree.leaves(tree, is_leaf=is_chain):
+        if not is_chain(found) or not _wrappers.get_states(found):
             continue
-        first = next(i for i, part in enumerate(chain) if _wrappers.get_states(part))
+        named = _wrappers.is_named(found)
+        chain = list(found.values()) if named else found
+        # The order of a named chain is not in its state.
+        first = next(i for i, part in enumerate(chain) if named or _wrappers.get_states(part))
         # What reduces gradients itself is for other leaves.
         if not all(map(_wrappers.reductions, chain[first:])):
+            which = "next to the optimizer in a named chain" if named else "after the optimizer"
             raise ValueError(
-                "opt_state has a transformation after the optimizer in its chain, which flush "
-                "would leave out: a leaf that it freezes would move. To freeze leaves, write "
+                f"opt_state has a transformation {which}, which flush would leave out: a leaf "
+                "that it freezes would move. (In optax.chain, what is before the optimizer does "
+                "not matter.) To freeze leaves, write "
                 "optax.partition({'train': optimizer, 'freeze': optax.set_to_zero()}, labels), or "
                 "put what is for other leaves first in the chain. Otherwise apply it yourself: "
                 "updates, opt_state = optax_ext.consolidate(params, opt_state), then updates, _ = "
@@ -91,7 +145,11 @@ def _check_nothing_follows(tree: Any) -> None:
 def _step(node: SparseAllreduceState) -> Any:
     """The leaves of the update that leads to the mean of the look-ahead parameters."""
     taken = node.residual.astype(jnp.float32) - _kept(node).astype(jnp.float32)
-    return _shards.leaves_of(node, _consolidate.mean(node._replace(residual=taken)))
+    # In float32 also for a parameter of 16 bits, which takes a part of it.
+    dtypes = (np.dtype(np.float32),) * len(node.layout.dtypes)
+    wide = dataclasses.replace(node.layout, dtypes=dtypes)
+    mean = _consolidate.mean(node._replace(residual=taken))
+    return _shards.leaves_of(node._replace(layout=wide), mean)
 
 
 def _kept(node: SparseAllreduceState) -> jax.Array:

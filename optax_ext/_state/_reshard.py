@@ -150,6 +150,7 @@ def _check(path: str, old: Any, new: Any, now: Any, workers: tuple[int, int]) ->
         for x in (old, new)
     )
     if before != after:
+        _check_parameters(path, before, after)
         _trace_checks.check_layout(after, before)
     if (old.settings.local == "none") != (new.settings.local == "none"):
         bare = old.settings.local == "none"
@@ -159,6 +160,34 @@ def _check(path: str, old: Any, new: Any, now: Any, workers: tuple[int, int]) ->
             f"rate, and fresh_state has residuals {theirs} one, so their units differ. Give local= "
             "to both transformations or to none."
         )
+    if old.settings.whole != new.settings.whole:
+        steps, others = "steps of the parameters", "what an optimizer after them takes"
+        ours, theirs = (steps, others) if old.settings.whole else (others, steps)
+        raise ValueError(
+            f"opt_state{path} has residuals that are {ours}, and those of fresh_state are "
+            f"{theirs}, so their units or signs differ. Make both states with complete "
+            "optimizers, such as sparse_adamw and sparse_sgd, or none of them."
+        )
+
+
+def _check_parameters(path: str, old: _layout.TreeLayout, new: _layout.TreeLayout) -> None:
+    """Both states are for leaves of the same names, shapes and dtypes."""
+    here, there = (
+        {
+            jax.tree_util.keystr(tuple(name)): f"has shape {shape} and dtype {dtype}"
+            for name, shape, dtype in zip(
+                _trace_checks.names_of(layout), layout.shapes, layout.dtypes, strict=True
+            )
+        }
+        for layout in (old, new)
+    )
+    for name in (*here, *there):
+        ours, theirs = (x.get(name, "is not there") for x in (here, there))
+        if ours != theirs:
+            raise ValueError(
+                f"params{name} {ours} in opt_state{path}, but {theirs} in fresh_state. Make both "
+                "with the same parameters: residuals move between workers, and not between leaves."
+            )
 
 
 def _check_readable(opt_state: Any) -> None:

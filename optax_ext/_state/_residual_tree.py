@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from optax_ext._error_feedback import _buffers, _layout, _owner, _residual, _trace_checks
@@ -32,15 +33,21 @@ def residual_tree(
       ValueError: a state of other parameters.
     """
     leaves, treedef = jax.tree.flatten(params)
-    found = _spread(map(leaves_of, _wrappers.get_states(opt_state)), params)
+    found = spread(map(leaves_of, _wrappers.get_states(opt_state)), params)
     whole = [
         jnp.zeros_like(leaf) if part is None else part
         for leaf, part in zip(leaves, found, strict=True)
     ]
+    for (path, leaf), part in zip(jax.tree_util.tree_leaves_with_path(params), whole, strict=True):
+        if np.shape(leaf) != np.shape(part):
+            raise ValueError(
+                f"params{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}, but opt_state was "
+                f"made for one of shape {np.shape(part)}. Give the parameters that go with it."
+            )
     return jax.tree.unflatten(treedef, whole)
 
 
-def _spread(trees: Iterable[Any], params: Any) -> list[Any]:
+def spread(trees: Iterable[Any], params: Any) -> list[Any]:
     """The leaves of several trees with masks, as leaves of ``params``; None where all have masks.
 
     A state for some of the parameters, as in ``optax.multi_transform``, has masks elsewhere, each
@@ -129,7 +136,7 @@ def ahead(params: Any, opt_state: Any) -> Any:
     local = params if ranks else _varying.to_varying(params, axis)
     if moved := index.moved(leaves):
         mine, treedef = jax.tree.flatten(local)
-        pairs = zip(mine, _spread(moved, local), strict=True)
+        pairs = zip(mine, spread(moved, local), strict=True)
         local = treedef.unflatten([p if m is None else p + m[0].astype(p.dtype) for p, m in pairs])
     if not index.looks_ahead:
         return local

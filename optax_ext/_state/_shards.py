@@ -59,16 +59,18 @@ def part_rows(node: SparseAllreduceState, residual: Any) -> Any:
 
     n is the size of a part, or of the whole buffer if parameters are whole.
     """
+    # No length is left to be inferred, because there may be no entries.
     parts, shard = node.devices, residual.shape[1]
-    by_worker = residual.reshape(-1, parts, shard)
+    workers = residual.shape[0] // parts
     if not node.settings.shard_axis:
-        return by_worker
+        return residual.reshape(workers, parts, shard)
     inner = workers_in_node(node)
+    nodes = workers // inner
     if _inner_first(node):
-        split = by_worker.reshape(inner, -1, parts, shard).transpose(1, 2, 0, 3)
+        split = residual.reshape(inner, nodes, parts, shard).transpose(1, 2, 0, 3)
     else:
-        split = by_worker.reshape(-1, inner, parts, shard).transpose(0, 2, 1, 3)
-    return split.reshape(-1, parts, inner * shard)[:, :, : part_size(node)]
+        split = residual.reshape(nodes, inner, parts, shard).transpose(0, 2, 1, 3)
+    return split.reshape(nodes, parts, inner * shard)[:, :, : part_size(node)]
 
 
 def part_size(node: SparseAllreduceState) -> int:
@@ -88,6 +90,15 @@ def leaves_of(node: SparseAllreduceState, parts: Any) -> Any:
     return jax.tree.unflatten(layout.treedef, leaves)
 
 
+def parts_of_leaves(layout: _layout.TreeLayout, leaves: list[jax.Array]) -> jax.Array:
+    """The inverse of :func:`leaves_of`: ``f32[m, n]`` from a list of all leaves."""
+    if not layout.sharding.axes:
+        kept = [x for x, dense in zip(leaves, layout.dense, strict=True) if not dense]
+        return jnp.concatenate([x.reshape(-1) for x in kept])[None]
+    places = starts(layout)
+    return jnp.concatenate([parts_of_leaf(leaves[i], layout, i, jnp.pad) for i, _ in places], 1)
+
+
 def rows(node: SparseAllreduceState, residual: np.ndarray) -> np.ndarray:
     """The residual as ``f32[w, n]``, a row for each worker, or node of workers."""
     return joined(part_rows(node, residual), node.layout)
@@ -100,14 +111,15 @@ def unrows(node: SparseAllreduceState, rows: np.ndarray) -> np.ndarray:
 
 def of_part_rows(node: SparseAllreduceState, parts: Any) -> Any:
     """The inverse of :func:`part_rows`."""
+    nodes, m, size = parts.shape
     if not node.settings.shard_axis:
-        return parts.reshape(-1, parts.shape[-1])
-    inner, shard, m = workers_in_node(node), node.residual.shape[1], node.devices
+        return parts.reshape(nodes * m, size)
+    inner, shard = workers_in_node(node), node.residual.shape[1]
     pad = np.pad if isinstance(parts, np.ndarray) else jnp.pad
-    parts = pad(parts, ((0, 0), (0, 0), (0, inner * shard - parts.shape[2])))
-    split = parts.reshape(-1, m, inner, shard)
+    parts = pad(parts, ((0, 0), (0, 0), (0, inner * shard - size)))
+    split = parts.reshape(nodes, m, inner, shard)
     split = split.transpose((2, 0, 1, 3) if _inner_first(node) else (0, 2, 1, 3))
-    return split.reshape(-1, shard)
+    return split.reshape(nodes * inner * m, shard)
 
 
 def joined(parts: np.ndarray, layout: _layout.TreeLayout, *, dense: bool = False) -> np.ndarray:

@@ -46,6 +46,15 @@ def is_state(node: Any) -> bool:
     return isinstance(node, SparseAllreduceState)
 
 
+def is_named(node: Any) -> bool:
+    """Whether it may be the state of an ``optax.named_chain``, whose order the state does not say.
+
+    The groups of ``optax.partition`` are in a dictionary as well, each with a mask.
+    """
+    groups = type(node) is dict and all(isinstance(x, optax.MaskedState) for x in node.values())
+    return type(node) is dict and not groups
+
+
 def is_mask(node: Any) -> bool:
     """Whether it stands for leaves that a part of an optimizer does not receive."""
     return isinstance(node, optax.MaskedNode)

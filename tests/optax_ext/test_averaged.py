@@ -202,6 +202,23 @@ def test_gradients_of_another_program_and_no_step_ahead_are_no_warning():
         traced("simulate", step_of(plain, at=at_params))
 
 
+@pytest.mark.parametrize(
+    "before", [optax.add_decayed_weights(0.1), optax.adaptive_grad_clip(0.1)], ids=["decay", "clip"]
+)
+def test_a_transformation_before_it_may_read_the_parameters(before):
+    tx = optax.chain(before, ADAMW)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        helpers.train(tx, loss_fn, PARAMS, [jnp.ones((8, SIZE))], mesh(8, "w"))
+    state = optax_ext.init_state(tx, PARAMS, mesh(8, "w"))
+    specs = P(), optax_ext.state_specs(state)
+    wrong = local_step(tx, loss_fn, lambda params, _: lax.pcast(params, "w", to="varying"))
+    step = on_mesh(wrong, mesh(8, "w"), (*specs, P("w")), specs)
+    with pytest.warns(UserWarning, match=FORGOTTEN) as found:
+        jax.eval_shape(step, PARAMS, state, jnp.ones((8, SIZE)))
+    assert "jax" not in found[0].filename.split("/")
+
+
 ASSERT = optax_ext.assert_local_gradients(axis="w")
 
 

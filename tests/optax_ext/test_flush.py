@@ -1,16 +1,29 @@
 """The end of a training: the residual is applied or inspected, with the state of all workers."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_ext
 import sparse_collectives as sc
 from tests.optax_ext import helpers
-from tests.optax_ext.helpers import PARAMS, batch_of, flat, loss_fn, mesh, refused, same, train
+from tests.optax_ext.helpers import (
+    PARAMS,
+    batch_of,
+    bits,
+    flat,
+    loss_fn,
+    mesh,
+    refused,
+    same,
+    train,
+)
 
 TX = optax_ext.sparse_sgd(0.1, axis="data", density=0.25, allreduce=sc.allreduce.topk_a())
 STEPS = 8
@@ -186,6 +199,67 @@ def test_consolidate_where_the_sum_is_too_large_and_the_mean_is_not(dtype):
     assert not np.asarray(left.residual).any()
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("on", [mesh(), mesh((2, 2), ("node", "data"))], ids=["workers", "nodes"])
+def test_nothing_of_a_flush_is_lost_by_parameters_of_16_bits(dtype, on):
+    options = {"axis": "data"} if on.axis_names == ("data",) else NODES
+    tx = optax_ext.sparse_sgd(0.1, density=0.25, **options)
+    # One leaf of each kind, and steps from far below a unit in the last place to many.
+    params = {"w": jnp.ones((6, 4), dtype), "b": jnp.ones(4), "dense": jnp.ones((), dtype)}
+    state = optax_ext.init_state(tx, params, on)
+    size = np.logspace(-6, 0, state.residual.size, dtype=np.float32).reshape(state.residual.shape)
+    held = size * np.random.default_rng(0).standard_normal(size.shape, np.float32)
+    state = state._replace(residual=jax.device_put(held, state.residual.sharding))
+    moved, left = optax_ext.flush(params, state)
+    wide = [jax.tree.map(lambda x: x.astype(jnp.float32), x) for x in (moved, params)]
+    change = optax_ext.consolidate(params, state)[0], optax_ext.consolidate(params, left)[0]
+    before, after = (
+        optax_ext.consolidate(wide[1], x._replace(layout=widened(x.layout)))[0]
+        for x in (state, left)
+    )
+    assert jax.tree.map(jnp.shape, change[0]) == jax.tree.map(jnp.shape, params)
+    taken = jax.tree.map(np.subtract, *wide)
+    # Half a unit in the last place of a parameter of float32.
+    np.testing.assert_allclose(flat(taken) + flat(after), flat(before), rtol=1e-6, atol=2.0**-23)
+    assert np.abs(flat(taken)).max() > 0.01
+
+
+def widened(layout):
+    """The layout with all leaves in float32."""
+    return dataclasses.replace(layout, dtypes=(np.dtype(np.float32),) * len(layout.dtypes))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_flush_takes_arrays_from_anywhere(kind):
+    params, state = trained()
+    on = mesh(kind=kind)
+    moved = optax_ext.reshard(state, optax_ext.init_state(TX, params, on))
+    expected, _ = optax_ext.flush(jax.device_get(params), jax.device_get(state))
+    elsewhere = mesh(2, kind=kind)
+    for place in (SingleDeviceSharding(jax.devices()[1]), NamedSharding(elsewhere, P())):
+        for of in (state, moved):
+            found, _ = optax_ext.flush(jax.device_put(params, place), of)
+            same(found, expected)
+    refused(r"params\['b'\] has shape \(5,\)", optax_ext.flush, {**params, "b": jnp.ones(5)}, state)
+
+
+@pytest.mark.parametrize("where", ["a group", "dense leaves"])
+def test_an_exchange_without_leaves_is_flushed_and_resharded(where):
+    if where == "a group":
+        groups = {"t": TX, "unused": optax_ext.sparse_sgd(0.2, axis="data", density=0.25)}
+        tx = optax.partition(groups, {"w": "t", "b": "t"})
+    else:
+        tx = optax_ext.sparse_sgd(
+            0.1, axis="data", density=0.25, dense_leaves=optax_ext.small_leaves(min_size=10**6)
+        )
+    params, state, _ = train(tx, loss_fn, PARAMS, [batch_of()], mesh())[-1]
+    flushed, left = optax_ext.flush(params, state)
+    assert where == "a group" or bits(flushed) == bits(params)
+    for workers in (2, 3, 4):
+        new = optax_ext.reshard(left, optax_ext.init_state(tx, params, mesh(workers)))
+        train(tx, loss_fn, flushed, [batch_of(12)], mesh(workers), state=new)
+
+
 FOLLOWING = {
     "freeze": optax.masked(optax.set_to_zero(), {"w": True, "b": False}),
     "keep_params_nonnegative": optax.keep_params_nonnegative(),
@@ -202,6 +276,9 @@ def test_a_transformation_that_follows_the_optimizer_is_named(name, inside):
     state = optax_ext.init_state(tx, PARAMS, {"data": 2})
     message = r"transformation after the optimizer.*set_to_zero.*optax_ext\.consolidate"
     refused(message, optax_ext.flush, PARAMS, state)
+    named = optax.named_chain(("b", TX), ("a", FOLLOWING[name]))
+    state = optax_ext.init_state(named, PARAMS, {"data": 2})
+    refused("transformation next to the optimizer in a named", optax_ext.flush, PARAMS, state)
 
 
 def test_parts_for_other_leaves_may_stand_around_the_optimizer():

@@ -290,7 +290,43 @@ def test_what_does_not_fit_is_named():
         (state, scaled, ValueError, r"residuals without a local transformation.*Give local="),
         (scaled, state, ValueError, r"residuals with a local transformation.*Give local="),
         (state, fresh(tx, 2, {**PARAMS, "b": jnp.zeros(6)}), ValueError, r"\['b'\] has shape"),
+        (
+            state,
+            fresh(tx, 2, {**PARAMS, "new": PARAMS["b"]}),
+            ValueError,
+            r"new.*is not there in opt",
+        ),
+        (
+            fresh(tx, 2, {**PARAMS, "old": PARAMS["b"]}),
+            state,
+            ValueError,
+            r"old.*not there in fresh",
+        ),
         (state, np.int64(4), TypeError, place),
         (state, mesh(4, "w"), TypeError, place),
     ):
         refused(message, optax_ext.reshard, old, new, error=error)
+
+
+def test_residuals_of_complete_optimizers_have_one_sign():
+    """They are steps of the parameters in all of them, so that one may follow another."""
+    params, gradients = {"w": jnp.ones(8)}, {"w": jnp.linspace(-1.0, 2.0, 8)}
+    makers = (optax_ext.ok_topk_sgd, optax_ext.sparse_sgd, optax_ext.sparse_adamw)
+    of_each = [make(0.1, density=0.125, axis="w") for make in makers]
+    for tx in of_each:
+        step = sc.simulate(lambda g, s, tx=tx: tx.update(g, s, params)[1], axis="w", axis_size=2)
+        state = optax_ext.init_state(tx, params, {"w": 2})
+        lead = jax.tree.map(lambda x: jnp.stack([x, x]), gradients)
+        alone = jax.vmap(lambda _, tx=tx: tx.init(params), axis_name="w")(jnp.zeros(2))
+        waits = np.asarray(step(lead, alone).residual).reshape(2, -1)
+        assert waits.any()
+        assert (waits * np.asarray(gradients["w"]) <= 0).all()
+        for other in of_each:
+            optax_ext.reshard(state, optax_ext.init_state(other, params, {"w": 3}))
+    bare = optax_ext.ok_topk(0.125, axis="w", local=optax.scale(0.1))
+    refused(
+        "steps of the parameters, and those of fresh_state are what an optimizer",
+        optax_ext.reshard,
+        optax_ext.init_state(of_each[0], params, {"w": 2}),
+        optax_ext.init_state(bare, params, {"w": 2}),
+    )
