@@ -17,8 +17,10 @@ from optax_ext._state import (
     _flax,
     _held,
     _host_checks,
+    _index,
     _placement,
     _specs,
+    _wrappers,
 )
 from sparse_collectives import AxisName, _axes
 
@@ -84,7 +86,11 @@ def _made(tx: Any, params: Any, mesh: Any, specs: Any) -> tuple[Any, Any]:
     given = _placement.given_of(params, mesh, specs)
 
     def init(params: Any) -> Any:
-        return _sparse_state.strongly_typed(tx.init(_param_sharding.sharded(params, given)))
+        made = tx.init(_param_sharding.sharded(params, given))
+        # JAX sorts the keys of a dictionary, and with them the parts of a named chain.
+        if message := _index.of(_wrappers.in_order(made)).misuse:
+            raise ValueError(message)
+        return _sparse_state.strongly_typed(made)
 
     everywhere = init
     for name in reversed(names):

@@ -55,6 +55,18 @@ def is_named(node: Any) -> bool:
     return type(node) is dict and not groups
 
 
+def in_order(tree: Any) -> Any:
+    """The result of an ``init`` with each ``optax.named_chain`` in it as an ``optax.chain``."""
+
+    def is_chain(node: Any) -> bool:
+        return is_named(node) and bool(reductions(node))
+
+    def chain(node: Any) -> Any:
+        return tuple(map(in_order, node.values())) if is_chain(node) else node
+
+    return jax.tree.map(chain, tree, is_leaf=is_chain)
+
+
 def is_mask(node: Any) -> bool:
     """Whether it stands for leaves that a part of an optimizer does not receive."""
     return isinstance(node, optax.MaskedNode)

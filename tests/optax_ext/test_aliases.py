@@ -94,7 +94,7 @@ OPTIONS = {
     "dense_leaves": optax_ext.small_leaves(min_size=1, min_ndim=2),
 }
 # An argument that an alias sets itself is not one of its options.
-ITS_OWN = {"ok_topk_sgd": {"local": RATE}}
+ITS_OWN = {"ok_topk_sgd": {"local": -RATE}}
 ITS_OWN["dgc"] = {"correction": str(optax_ext.momentum_correction(0.9).spec)}
 
 

@@ -151,7 +151,7 @@ def test_a_state_with_other_fields_has_another_format():
         "selector allreduce info layout settings"
     )
     found = optax_ext.SparseAllreduceState._fields
-    assert {_checkpoint.FORMAT: found} == {7: tuple(fields.split())}
+    assert {_checkpoint.FORMAT: found} == {8: tuple(fields.split())}
 
 
 @pytest.mark.parametrize("found", [None, 4, _checkpoint.FORMAT + 1, "2", True, np.arange(2)])

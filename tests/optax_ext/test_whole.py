@@ -89,6 +89,17 @@ def test_a_chain_in_front_that_turns_gradients_round(name):
     init(optax.chain(optax.chain(optax.clip(1.0), optax.zero_nans()), WHOLE[name]))
 
 
+def test_the_order_of_a_named_chain():
+    whole = WHOLE["sparse_sgd"]
+    # In the order of its parts, and not of their names, which is that of a dictionary in JAX.
+    refuses(optax.named_chain(("z", whole), ("a", optax.adam(0.1))))
+    refuses(optax.chain(optax.identity(), optax.named_chain(("z", whole), ("a", optax.sgd(0.1)))))
+    init(optax.named_chain(("z", optax.scale_by_adam()), ("a", whole)))
+    init(optax.named_chain(("z", whole), ("a", optax.clip(1.0))))
+    sparse, twice = optax_ext.ok_topk(0.1, axis="data"), optax_ext.dense(axis="data")
+    refused("two allreduces", init, optax.named_chain(("z", twice), ("a", sparse)))
+
+
 CLIP = optax_ext.local_clip_by_global_norm(1.0, axis="data")
 AROUND = {
     "chain": lambda tx: optax.chain(CLIP, tx),
