@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 import optax_ext
+from optax_ext._state import _shards
 from tests.optax_ext import shards
 from tests.optax_ext.helpers import bits, flat, mesh, on_mesh, refused, same, slow
 
@@ -154,6 +155,24 @@ def test_what_waits_is_flushed_into_sharded_parameters():
     # The mean of two workers, and of it the half by which each of them looks ahead.
     np.testing.assert_allclose(flat(new), flat(params) + waiting(state) / 4, atol=1e-6)
     np.testing.assert_allclose(waiting(rest), waiting(state) / 2, atol=1e-6)
+    assert rest.residual.sharding == state.residual.sharding
+
+
+def test_what_sharded_parameters_of_16_bits_do_not_take_stays():
+    tx, on = OPTIMIZERS["sparse_adamw"], shards.mesh_of((2, 4))
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), shards.params_of())
+    params = shards.placed(narrow, on)
+    state = optax_ext.init_state(tx, params, on)
+    # Padding of the parts of a leaf has no residual.
+    size = (2, sum(x.size for x in jax.tree.leaves(narrow)))
+    held = 0.01 * np.random.default_rng(0).standard_normal(size, np.float32)
+    held = jax.device_put(_shards.unrows(state, held), state.residual.sharding)
+    state = state._replace(residual=held)
+    new, rest = optax_ext.flush(params, state)
+    change = flat(jax.tree.map(lambda a, b: a.astype("f4") - b.astype("f4"), new, params))
+    before, after = (_shards.rows(x, np.asarray(x.residual)).sum(0) for x in (state, rest))
+    np.testing.assert_allclose(2 * change + after, before, rtol=1e-6, atol=1e-8)
+    assert np.abs(after - before / 2).max() > 1e-4
     assert rest.residual.sharding == state.residual.sharding
 
 

@@ -91,7 +91,7 @@ def test_a_chain_in_front_that_turns_gradients_round(name):
 
 def test_the_order_of_a_named_chain():
     whole = WHOLE["sparse_sgd"]
-    # In the order of its parts, and not of their names, which is that of a dictionary in JAX.
+    # In the order of its parts, and not of their names, which JAX sorts.
     refuses(optax.named_chain(("z", whole), ("a", optax.adam(0.1))))
     refuses(optax.chain(optax.identity(), optax.named_chain(("z", whole), ("a", optax.sgd(0.1)))))
     init(optax.named_chain(("z", optax.scale_by_adam()), ("a", whole)))
