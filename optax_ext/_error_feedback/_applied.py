@@ -11,7 +11,7 @@ from optax_ext._error_feedback import _buffers, _layout, _sparse_state
 from optax_ext._error_feedback._contract import Accumulated, Options, Reduced
 from optax_ext._error_feedback._sparse_state import SparseAllreduceState
 from sparse_collectives import AxisName, PaddedCOO, Undelivered, _varying, extend, transport
-from sparse_collectives._sparse_ops import _bitset
+from sparse_collectives._sparse_ops import to_dense
 
 
 def mean_of(
@@ -72,7 +72,7 @@ def mean_of(
         index = jnp.where(total.indices < size, place(total.indices, size), -1)
         values, off, saturated = applied(values, index)
         rounding = PaddedCOO(off, total.indices, size)
-    return _bitset.to_dense(PaddedCOO(values, total.indices, size)), rounding, saturated
+    return to_dense(PaddedCOO(values, total.indices, size)), rounding, saturated
 
 
 def _limited(mean: jax.Array, limit: jax.Array | None) -> jax.Array:
