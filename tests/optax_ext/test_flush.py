@@ -212,12 +212,10 @@ def test_nothing_of_a_flush_is_lost_by_parameters_of_16_bits(dtype, on):
     state = state._replace(residual=jax.device_put(held, state.residual.sharding))
     moved, left = optax_ext.flush(params, state)
     wide = [jax.tree.map(lambda x: x.astype(jnp.float32), x) for x in (moved, params)]
-    change = optax_ext.consolidate(params, state)[0], optax_ext.consolidate(params, left)[0]
     before, after = (
         optax_ext.consolidate(wide[1], x._replace(layout=widened(x.layout)))[0]
         for x in (state, left)
     )
-    assert jax.tree.map(jnp.shape, change[0]) == jax.tree.map(jnp.shape, params)
     taken = jax.tree.map(np.subtract, *wide)
     # Half a unit in the last place of a parameter of float32.
     np.testing.assert_allclose(flat(taken) + flat(after), flat(before), rtol=1e-6, atol=2.0**-23)
