@@ -74,7 +74,9 @@ def takes(*options: Any) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
     """Adds the options to the signature of a function that takes them as ``**options``.
 
     ``optax.inject_hyperparams`` and ``help`` then see each option, and a mistyped option raises an
-    error that names the called function.
+    error that names the called function. An option that is a number by default is None in the
+    signature, which stands for that number: ``optax.inject_hyperparams`` makes arrays of numbers,
+    also of those that have to be static.
 
     Args:
       *options: ``TypedDict`` types, and functions whose keywords are passed on.
@@ -83,9 +85,10 @@ def takes(*options: Any) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
     def decorate(function: Callable[_P, _T]) -> Callable[_P, _T]:
         signature = inspect.signature(function)
         own = [p for p in signature.parameters.values() if p.kind != p.VAR_KEYWORD]
-        known = {p.name: p for p in own}
-        for source in options:
-            known = {p.name: p for p in _parameters(source)} | known
+        passed = {p.name: p for source in reversed(options) for p in _parameters(source)}
+        numbers = {name for name, p in passed.items() if type(p.default) in (int, float)}
+        numbers -= {p.name for p in own}
+        known = {n: p.replace(default=None) if n in numbers else p for n, p in passed.items()}
         # The function's own parameters come first, in its order.
         known = {p.name: p for p in own} | known
 
@@ -99,7 +102,8 @@ def takes(*options: Any) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
                         f"{function.__name__}() got an unexpected keyword argument {name!r}.{hint} "
                         f"It takes {', '.join(known)}."
                     )
-            return function(*args, **kwargs)
+            given = {name: x for name, x in kwargs.items() if x is not None or name not in numbers}
+            return function(*args, **given)
 
         made = signature.replace(parameters=list(known.values()))
         checked.__signature__ = made  # pyright: ignore[reportAttributeAccessIssue]

@@ -233,7 +233,8 @@ def _declared(name: str, text: str | None) -> str:
 
 
 def _described(shape: tuple[int, ...], dtype: Any) -> str:
-    return f"{np.dtype(dtype).name}[{','.join(map(str, shape))}]"
+    name = dtype if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype).name
+    return f"{name}[{','.join(map(str, shape))}]"
 
 
 def _differences(path: str, saved: Any, now: Any):

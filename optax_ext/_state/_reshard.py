@@ -1,6 +1,5 @@
 """Resharding: the residuals for another number of workers."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -10,10 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from optax_ext._error_feedback import _layout, _roles, _trace_checks
+from optax_ext._error_feedback import _layout, _roles
 from optax_ext._error_feedback._roles import Role, Rows
 from optax_ext._error_feedback._sparse_state import SparseAllreduceState
-from optax_ext._state import _find, _host_checks, _index, _nnx, _rows, _shards, _wrappers
+from optax_ext._state import (
+    _find,
+    _host_checks,
+    _index,
+    _nnx,
+    _reshard_checks,
+    _rows,
+    _shards,
+    _wrappers,
+)
 
 
 def reshard(opt_state: Any, fresh_state: Any) -> Any:
@@ -91,19 +99,15 @@ def reshard(opt_state: Any, fresh_state: Any) -> Any:
 
 def resharded(opt_state: Any, fresh_state: Any, *, keeps_mean: bool = False) -> Any:
     """As :func:`reshard`; ``keeps_mean`` says whether rounds keep the mean, or also the sum."""
-    given = fresh_state
-    opt_state, fresh_state = _nnx.arrays(opt_state), _nnx.arrays(fresh_state)
+    given, typed = fresh_state, _nnx.arrays(fresh_state)
+    opt_state, fresh_state = (_without_keys(_nnx.arrays(x)) for x in (opt_state, fresh_state))
     (old, _, old_tree), (new, known, tree) = _parts(opt_state), _parts(fresh_state)
-    if old_tree != tree:
-        raise ValueError(
-            f"opt_state and fresh_state are states of different optimizers: got {old_tree}, and "
-            f"{tree}. Make fresh_state with the optimizer of opt_state."
-        )
     # Everything is checked before anything is moved.
-    _check_readable(opt_state)
+    _reshard_checks.check_optimizers((old, old_tree), (new, tree))
+    _reshard_checks.check_readable(opt_state)
     workers = _find.workers_of(opt_state), _find.workers_of(fresh_state)
     for (path, before), (_, fresh), now in zip(old, new, known, strict=True):
-        _check(jax.tree_util.keystr(path), before, fresh, now, workers)
+        _reshard_checks.check(jax.tree_util.keystr(path), before, fresh, now, workers)
     pairs = zip(old, new, known, strict=True)
     in_rounds: _Across = _rows.deal
     if keeps_mean and all(workers):
@@ -116,7 +120,21 @@ def resharded(opt_state: Any, fresh_state: Any, *, keeps_mean: bool = False) -> 
     moved = [
         _moved(before, fresh, now, workers, across(now)) for (_, before), (_, fresh), now in pairs
     ]
-    return _nnx.like(given, tree.unflatten(moved))
+    return _nnx.like(given, jax.tree.map(_like_key, tree.unflatten(moved), typed))
+
+
+def _without_keys(opt_state: Any) -> Any:
+    """The state with the words of each random key instead of it, which NumPy can hold."""
+    return jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, opt_state)
+
+
+def _like_key(moved: Any, like: Any) -> Any:
+    is_key = _is_key(like)
+    return jax.random.wrap_key_data(moved, impl=jax.random.key_impl(like)) if is_key else moved
+
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key)
 
 
 def _parts(opt_state: Any) -> tuple[list[tuple[Any, Any]], list[Any], Any]:
@@ -126,82 +144,6 @@ def _parts(opt_state: Any) -> tuple[list[tuple[Any, Any]], list[Any], Any]:
     index.check(opt_state)
     flat, tree = jax.tree_util.tree_flatten_with_path(opt_state, is_leaf=_wrappers.is_state)
     return flat, tree.flatten_up_to(structure.unflatten(index.leaves)), tree
-
-
-def _check(path: str, old: Any, new: Any, now: Any, workers: tuple[int, int]) -> None:
-    if not isinstance(new, SparseAllreduceState):
-        if now.role is Role.SHARED and np.shape(old) != np.shape(new):
-            raise ValueError(
-                f"opt_state{path} has shape {np.shape(old)}, but fresh_state{path} has "
-                f"{np.shape(new)}. Make fresh_state with the parameters of opt_state."
-            )
-        if now.role is not Role.SHARED and not all(workers):
-            raise ValueError(
-                f"opt_state{path} holds accumulated gradients that optax_ext.dense has not "
-                "averaged yet, and its state does not record the number of workers. Reshard when "
-                "the accumulators are empty, and take the state around them from fresh_state."
-            )
-        return
-    _host_checks.check_all_rows(f"opt_state{path}", old)
-    _host_checks.check_all_rows(f"fresh_state{path}", new)
-    # The same leaves in any sharding, since which of them must be dense may depend on the sharding.
-    before, after = (
-        dataclasses.replace(x.layout, sharding=_layout.unsharded(x.layout.shapes))
-        for x in (old, new)
-    )
-    if before != after:
-        _check_parameters(path, before, after)
-        _trace_checks.check_layout(after, before)
-    if (old.settings.local == "none") != (new.settings.local == "none"):
-        bare = old.settings.local == "none"
-        ours, theirs = ("without", "with") if bare else ("with", "without")
-        raise ValueError(
-            f"opt_state{path} has residuals {ours} a local transformation, such as a learning "
-            f"rate, and fresh_state has residuals {theirs} one, so their units differ. Give local= "
-            "to both transformations or to none."
-        )
-    if old.settings.whole != new.settings.whole:
-        steps, others = "steps of the parameters", "what an optimizer after them takes"
-        ours, theirs = (steps, others) if old.settings.whole else (others, steps)
-        raise ValueError(
-            f"opt_state{path} has residuals that are {ours}, and those of fresh_state are "
-            f"{theirs}, so their units or signs differ. Make both states with complete "
-            "optimizers, such as sparse_adamw and sparse_sgd, or none of them."
-        )
-
-
-def _check_parameters(path: str, old: _layout.TreeLayout, new: _layout.TreeLayout) -> None:
-    """Both states are for leaves of the same names, shapes and dtypes."""
-    here, there = (
-        {
-            jax.tree_util.keystr(tuple(name)): f"has shape {shape} and dtype {dtype}"
-            for name, shape, dtype in zip(
-                _trace_checks.names_of(layout), layout.shapes, layout.dtypes, strict=True
-            )
-        }
-        for layout in (old, new)
-    )
-    for name in (*here, *there):
-        ours, theirs = (x.get(name, "is not there") for x in (here, there))
-        if ours != theirs:
-            raise ValueError(
-                f"params{name} {ours} in opt_state{path}, but {theirs} in fresh_state. Make both "
-                "with the same parameters: residuals move between workers, and not between leaves."
-            )
-
-
-def _check_readable(opt_state: Any) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
-        if isinstance(leaf, jax.Array) and not (
-            leaf.is_fully_addressable or leaf.is_fully_replicated
-        ):
-            raise ValueError(
-                f"opt_state{jax.tree_util.keystr(path)} is spread over several processes, so that "
-                "this one can't read all of it. Restore it in every process, with "
-                "optax_ext.abstract_state(..., sharding=jax.sharding.SingleDeviceSharding("
-                "jax.local_devices()[0])), or gather it with "
-                "jax.experimental.multihost_utils.process_allgather(opt_state, tiled=True)."
-            )
 
 
 # Rows of old workers as rows of new ones, for their number and in a dtype.
@@ -351,7 +293,7 @@ def _with_counts(old: Any, new: Any) -> Any:
 
 def _placed(x: Any, like: Any) -> Any:
     """``x`` with the dtype and placement of ``like``."""
-    host = np.asarray(x, like.dtype) if not jnp.issubdtype(like.dtype, jax.dtypes.extended) else x
-    if isinstance(like, jax.Array) and like.committed and isinstance(host, np.ndarray):
+    host = np.asarray(x, like.dtype)
+    if isinstance(like, jax.Array) and like.committed:
         return jax.make_array_from_callback(host.shape, like.sharding, lambda where: host[where])
     return jnp.asarray(host)

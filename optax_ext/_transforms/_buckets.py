@@ -91,6 +91,9 @@ def _after(done: Any, tree: Any) -> Any:
     XLA drops ``lax.optimization_barrier`` before it joins collectives. Instead a zero computed
     from ``done`` is added, in a pass that copies the leaves anyway.
     """
-    first = jax.tree.leaves(done)[0].ravel()[0].astype(jnp.float32)
+    some = [leaf for leaf in jax.tree.leaves(done) if leaf.size]
+    if not some:
+        return tree
+    first = some[0].ravel()[0].astype(jnp.float32)
     zero = ((lax.bitcast_convert_type(first, jnp.int32) & 1) >> 1).astype(jnp.float32)
     return jax.tree.map(lambda leaf: leaf + zero.astype(leaf.dtype), tree)

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from sparse_collectives import _varying
@@ -23,9 +24,9 @@ DIRECT_SIZE = 1 << 17
 _SAMPLE_SIZE = 1 << 16
 # Expected number of sampled entries above the k-th magnitude: it determines the accuracy.
 _SAMPLE_HITS = 256
-# For vectors of up to so many entries, the bits that a GPU fixes in one pass: with few entries a
-# launch costs more than the comparisons.
-_WIDTHS = ((1 << 17, 8), (1 << 20, 6), (1 << 22, 4), (1 << 31, 2))
+# For vectors of up to so many entries, the most bits that a GPU fixes in one pass: with few
+# entries a launch costs more than the comparisons.
+_WIDTHS = ((1 << 17, 8), (1 << 20, 7), (1 << 22, 4), (1 << 31, 2))
 _NONE = 0x7FFFFFFF
 # Passes that interpolate before bisection takes over.
 _STRAIGHT = 16
@@ -150,18 +151,19 @@ def _by_counting(bits: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
     It counts instead of adding to histograms: additions to one address take turns, and
     many magnitudes of similar size have the same address.
     """
-    size = bits.shape[0]
-    width = next(width for longest, width in _WIDTHS if size <= longest)
-    pattern, shift = jnp.zeros_like(bits[0]), _bits.MAGNITUDE_BITS
-    reached = pattern
-    while shift:
-        width = min(width, shift)
-        shift -= width
-        candidates = pattern | (jnp.arange(1, 1 << width, dtype=jnp.int32) << shift)
-        counts = jnp.sum(bits[:, None] >= candidates[None], axis=0, dtype=jnp.int32)
+    width = next(width for longest, width in _WIDTHS if bits.shape[0] <= longest)
+    passes, end = -(-_bits.MAGNITUDE_BITS // width), _bits.MAGNITUDE_BITS
+    pattern = reached = jnp.zeros_like(bits[0])
+    for left in reversed(range(passes)):
+        shift = _bits.MAGNITUDE_BITS * left // passes
+        digits = np.arange(1, 1 << (end - shift), dtype=np.int32) << shift
+        # bits >= pattern | digits; in this form a GPU makes no array of patterns first.
+        counts = jnp.sum(bits[:, None] - digits[None] >= pattern, axis=0, dtype=jnp.int32)
         # Counts fall, so the smallest sufficient one is of the last candidate that is reached.
         enough = counts >= k
-        pattern |= jnp.sum(enough, dtype=jnp.int32) << shift
+        # One sum over both makes the pattern in the launch that also adds up the digits.
+        digit = jnp.where(enough, 1 << shift, 0) + jnp.where(digits == digits[0], pattern, 0)
+        pattern, end = jnp.sum(digit, dtype=jnp.int32), shift
         smallest = jnp.min(jnp.where(enough, counts, _NONE))
         reached = jnp.where(smallest < _NONE, smallest, reached)
     return pattern, reached

@@ -35,6 +35,19 @@ def gradients():
     }
 
 
+def test_a_bucket_may_begin_with_an_empty_leaf_or_have_no_other():
+    given = {
+        "a": normal((1, 2, 8)),
+        "b": np.zeros((1, 2, 0, 3), np.float32),
+        "c": normal((1, 2, 8)),
+    }
+    given = {**given, "d": np.zeros((1, 2, 0), np.float32)}
+    found = run(optax_ext.bucketed(topk_a(), 3), given)
+    assert found.updates["b"].shape == (1, 2, 0, 3)
+    alone = run(optax_ext.bucketed(topk_a(), 2), {name: given[name] for name in "ac"})
+    same({name: found.updates[name] for name in "ac"}, alone.updates)
+
+
 @pytest.mark.slow
 def test_buckets_are_buffers_of_their_own_the_last_leaves_first():
     given = gradients()

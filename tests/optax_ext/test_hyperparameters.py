@@ -1,6 +1,7 @@
 """Hyperparameters out of range, or in a dtype that rounds them, and steps of 16-bit parameters."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -107,6 +108,29 @@ def test_injected_hyperparameters_in_float32_are_those_of_the_call(dtype):
     wide = [np.asarray(x.astype(jnp.float32)) for x in (injected, plain)]
     np.testing.assert_allclose(*wide, rtol=0.02, atol=0.02)
     assert not np.array_equal(wide[0], np.ones((8, 4)))
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (optax_ext.sparse_adamw, {}),
+        (optax_ext.sparse_sgd, {}),
+        (optax_ext.ok_topk_sgd, {"density": 0.1}),
+        (optax_ext.ok_topk, {"density": 0.1}),
+        (optax_ext.powersgd, {"rank": 1, "seed": 0}),
+        (optax_ext.quantized, {"bits": (2, 4)}),
+    ],
+)
+def test_only_options_that_are_given_have_to_be_named_static(make, options):
+    """``optax.inject_hyperparams`` makes arrays of the numbers in a signature as well."""
+    injected = optax.inject_hyperparams(make, static_args=tuple(options))
+    if "learning_rate" in inspect.signature(make).parameters:
+        options = {**options, "learning_rate": 0.1}
+    params = {"w": jnp.ones((8, 4))}
+    state, plain = (
+        optax_ext.init_state(tx(**options, axis="data"), params, mesh(2)) for tx in (injected, make)
+    )
+    assert jax.tree.structure(state.inner_state) == jax.tree.structure(plain)
 
 
 @pytest.mark.parametrize("options", [{}, {"moments": "rows"}, {"every": 2}, {"moments": "factors"}])

@@ -282,11 +282,32 @@ def test_how_many_shards_there_are_is_seen_by_their_place():
         refused(r"\[3, 4\] workers.*axis 'device'", optax_ext.checkpoint_metadata, lost)
 
 
+def test_random_keys_of_a_type_of_their_own_move_as_other_arrays_do():
+    keyed = selecting(local=optax.add_noise(0.1, 0.5, jax.random.key(3)))
+    tx = optax.chain(keyed, optax.noisy_sgd(0.1, key=jax.random.key(4)))
+    old = fresh(tx, 2)
+    assert "key<fry>[]" in str(optax_ext.checkpoint_metadata(old))
+    made = optax_ext.reshard(old, fresh(tx, 3))
+    for before, after, shape in (
+        (old[0].local.rng_key, made[0].local.rng_key, (3,)),
+        (old[1][0].rng_key, made[1][0].rng_key, ()),
+    ):
+        assert after.shape == shape
+        assert after.dtype == before.dtype
+        data = np.unique(jax.random.key_data(after).reshape(-1, 2), axis=0)
+        np.testing.assert_array_equal(data, jax.random.key_data(before).reshape(-1, 2)[:1])
+
+
 def test_what_does_not_fit_is_named():
     tx, place = CASES["topk"], r"fresh_state must be.*init_state\(tx, params, new_mesh"
     state, scaled = fresh(tx, 2), fresh(selecting(local=optax.scale(0.1)), 2)
     for old, new, error, message in (
-        (state, fresh(optax.chain(tx, optax.adam(0.1)), 2), ValueError, "different optimizers"),
+        (
+            state,
+            fresh(optax.chain(tx, optax.adam(0.1)), 2),
+            ValueError,
+            r"different optimizers: only opt_state has a single array and only fresh_state has \[",
+        ),
         (state, scaled, ValueError, r"residuals without a local transformation.*Give local="),
         (scaled, state, ValueError, r"residuals with a local transformation.*Give local="),
         (state, fresh(tx, 2, {**PARAMS, "b": jnp.zeros(6)}), ValueError, r"\['b'\] has shape"),
