@@ -73,13 +73,20 @@ def scales_of(units: Units) -> Scales:
     mean = sum_of(lambda blocks: blocks / _BLOCK, blocks)
     smallest = _SMALLEST * jnp.sqrt(mean)[:, None]
 
-    def unit(blocks: jax.Array, smallest: jax.Array) -> jax.Array:
-        found = jnp.sqrt(blocks) + smallest
-        return jnp.where(smallest > _TINY, _masked(found, _POWER), 1.0)
+    def unit(square: jax.Array, smallest: jax.Array) -> jax.Array:
+        return jnp.where(smallest > _TINY, _masked(jnp.sqrt(square) + smallest, _POWER), 1.0)
 
-    # A CPU would take the mean of a block again for each of its entries.
-    found = _platform.written(unit, blocks, smallest)
-    return Scales(found.reshape(-1)[: square.shape[0]], smallest > _TINY)
+    def in_blocks(square: jax.Array, smallest: jax.Array) -> jax.Array:
+        # A CPU would take the mean of a block again for each of its entries.
+        blocks = jnp.pad(square, (0, -square.shape[0] % _BLOCK)).reshape(-1, _BLOCK)
+        return _platform.written(unit, blocks, smallest).reshape(-1)[: square.shape[0]]
+
+    def in_place(square: jax.Array, smallest: jax.Array) -> jax.Array:
+        # A GPU can write new squares over these if they are not padded.
+        return unit(square, jnp.repeat(smallest, _BLOCK, axis=1).reshape(-1)[: square.shape[0]])
+
+    found = _platform.by_platform(in_blocks, in_place, square, smallest)
+    return Scales(found, smallest > _TINY)
 
 
 def in_units(values: jax.Array, unit: jax.Array) -> jax.Array:

@@ -42,7 +42,8 @@ def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
       ValueError: the residuals are gradients (pass the result of :func:`consolidate` to the
         optimizer after the allreduce instead).
       ValueError: a transformation follows the optimizer in its chain, such as a mask that freezes
-        leaves, which would be left out.
+        leaves, which would be left out; or one around it makes updates of its own, as
+        ``optax.contrib.schedule_free`` does.
       ValueError: as :func:`consolidate`.
 
     Example:
@@ -118,9 +119,20 @@ def _check_nothing_follows(tree: Any) -> None:
     def is_chain(node: Any) -> bool:
         return type(node) is tuple or _wrappers.is_named(node)
 
-    for found in jax.tree.leaves(tree, is_leaf=is_chain):
-        if not is_chain(found) or not _wrappers.get_states(found):
+    def is_around(node: Any) -> bool:
+        # Of optax.contrib.schedule_free and mechanic.
+        return "base_optimizer_state" in getattr(node, "_fields", ())
+
+    for found in jax.tree.leaves(tree, is_leaf=lambda node: is_chain(node) or is_around(node)):
+        if not (is_chain(found) or is_around(found)) or not _wrappers.get_states(found):
             continue
+        if is_around(found):
+            raise ValueError(
+                f"opt_state has a {type(found).__name__} around the optimizer: it makes updates of "
+                "its own from those in the residuals, so flush can't apply them. Evaluate with the "
+                "parameters as they are (optax.contrib.schedule_free_eval_params), or give the "
+                "result of optax_ext.consolidate(params, opt_state) to the optimizer around."
+            )
         named = _wrappers.is_named(found)
         chain = list(found.values()) if named else found
         # The order of a named chain is not in its state.

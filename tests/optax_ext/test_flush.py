@@ -279,6 +279,20 @@ def test_a_transformation_that_follows_the_optimizer_is_named(name, inside):
     refused("transformation next to the optimizer in a named", optax_ext.flush, PARAMS, state)
 
 
+@pytest.mark.parametrize(
+    ("around", "name"),
+    [
+        (lambda tx: optax.contrib.schedule_free(tx, 0.1), "ScheduleFreeState"),
+        (optax.contrib.mechanize, "MechanicState"),
+    ],
+)
+def test_what_makes_updates_of_its_own_around_the_optimizer_is_named(around, name):
+    for tx in (around(TX), optax.chain(optax.clip(1.0), around(optax.chain(TX)))):
+        state = optax_ext.init_state(tx, PARAMS, {"data": 2})
+        refused(f"{name} around the optimizer.*consolidate", optax_ext.flush, PARAMS, state)
+        optax_ext.consolidate(PARAMS, state)
+
+
 def test_parts_for_other_leaves_may_stand_around_the_optimizer():
     yes, no = {"w": True, "b": False}, {"w": False, "b": True}
     dense = optax.chain(optax_ext.dense(axis="data"), optax.sgd(0.1))

@@ -74,7 +74,8 @@ def sum_at(
     counts = jnp.sum(indices < coo.size, axis=1, dtype=jnp.int32)
     # A CPU would gather and decode again in each loop that reads a value.
     held = written(_held, coo.to_dense() if acc is None else acc, indices)
-    total, given = _exchanged(held, counts, slots, axis, bits)
+    within = _frame.within_range(held, indices.shape[0])
+    total, given = _exchanged(within, counts, slots, axis, bits)
 
     def left(total: jax.Array, kept: jax.Array) -> jax.Array:
         # A sum that is not finite reaches all workers, and no worker keeps it.
@@ -140,7 +141,13 @@ def sum_of_all(
     if workers == 1:
         return transport.psum(values, axis), values
     slots = slots_of(size, workers)
-    mine = jnp.pad(values, (0, workers * slots - size)).reshape(workers, -1, BLOCK)
+
+    def of_owners(values: jax.Array) -> jax.Array:
+        # Before the padding, because a GPU would write it twice.
+        within = _frame.within_range(values, workers)
+        return jnp.pad(within, (0, workers * slots - size)).reshape(workers, -1, BLOCK)
+
+    mine = written(of_owners, values)
     counts = jnp.clip(size - slots * lax.iota(jnp.int32, workers), 0, slots)
     turn = (step % workers).astype(jnp.int32)
     both = _exchanged(mine, counts, slots, axis, check_bits(bits), turn)
@@ -185,7 +192,7 @@ def _exchanged(
     """The sums that reach all workers, and what this worker has given of its values for them.
 
     Args:
-      values: ``f32[P, b, BLOCK]``, the entries of each owner in blocks.
+      values: ``f32[P, b, BLOCK]``, the entries of each owner in blocks, whose sum is finite.
       counts: ``i32[P]``, of each owner.
       slots: the largest count.
       axis: the workers.
@@ -205,12 +212,11 @@ def _exchanged(
     def is_in(row: jax.Array) -> jax.Array:
         return lax.broadcasted_iota(jnp.int32, (workers, 1, 1), 0) == row
 
-    mine = _frame.within_range(values, workers)
-    message, arrives = encode(mine, counts, slots, bits.up)
+    message, arrives = encode(values, counts, slots, bits.up)
     back = None if turn is None else -turn
     received = decode(transport.all_to_all(moved(message, back), axis), slots, bits.up)
     # The owner's own value needs no code.
-    own, count = (lax.dynamic_slice_in_dim(x, row, 1) for x in (mine, counts))
+    own, count = (lax.dynamic_slice_in_dim(x, row, 1) for x in (values, counts))
     sums = jnp.sum(jnp.where(is_in(me), own, received), axis=0, keepdims=True)
     sums = written(_up_to, sums, count)
     answer, reaches_all = encode(sums, count, slots, bits.down)
