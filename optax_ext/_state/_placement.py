@@ -43,16 +43,22 @@ def around(mesh: Any) -> Generator[None]:
         yield
 
 
-def of_program(mesh: Mesh, traced: Any = ()) -> Mesh:
+def of_program(mesh: Mesh, arrays: Any = ()) -> Mesh:
     """The mesh for results: ``mesh`` if the program around has its explicit axes, else Auto axes.
 
-    It has them under ``jax.set_mesh(mesh)``, and in a trace whose arguments ``traced`` have them:
-    JAX takes an operand, or a carried value of a loop, only with the axis types of the others.
+    It has them under ``jax.set_mesh(mesh)``, and if some of its ``arrays``, traced or not, are on
+    them: JAX takes an operand, or a carried value of a loop, only with the axis types of the
+    others.
     """
-    around = [_axes.ambient_mesh()]
-    around += [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(traced)]
+    around = [_axes.ambient_mesh(), *map(_mesh_of, jax.tree.leaves(arrays))]
     explicit = any(m is not None and AxisType.Explicit in m.axis_types for m in around)
     return mesh if explicit else with_auto_axes(mesh)
+
+
+def _mesh_of(x: Any) -> Any:
+    """The mesh that an array is typed on, or None."""
+    placed = jax.typeof(x).sharding if isinstance(x, Tracer) else getattr(x, "sharding", None)
+    return getattr(placed, "mesh", None)
 
 
 def typed(tree: Any, types: Callable[[Mesh], Mesh]) -> Any:
@@ -94,23 +100,34 @@ def on_auto_axes(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def anywhere(*args: Any, **kwargs: Any) -> Any:
-        mesh = _axes.ambient_mesh()
-        if not isinstance(mesh, Mesh) or mesh == with_auto_axes(mesh):
+        mesh = _explicit(_axes.ambient_mesh(), (args, kwargs))
+        if mesh is None:
             return function(*args, **kwargs)
         args, kwargs = typed((args, kwargs), with_auto_axes)
         with around(with_auto_axes(mesh)):
             results = function(*args, **kwargs)
-        return as_around(results)
+        return on_axes_of(mesh, results)
 
     return anywhere
 
 
-def as_around(tree: Any) -> Any:
-    """Arrays with the axis types of the mesh of ``jax.set_mesh``, if they are on its devices."""
-    mesh = _axes.ambient_mesh()
-    if not isinstance(mesh, Mesh) or (auto := with_auto_axes(mesh)) == mesh:
-        return tree
+def _explicit(ambient: Any, arrays: Any) -> Mesh | None:
+    """The mesh with explicit axes that the program or one of the arrays is on, if there is one."""
+    meshes = [ambient, *map(_mesh_of, jax.tree.leaves(arrays))]
+    found = [m for m in meshes if isinstance(m, Mesh) and m != with_auto_axes(m)]
+    return found[0] if found else None
+
+
+def on_axes_of(mesh: Mesh, tree: Any) -> Any:
+    """Arrays on the devices of a mesh, with the types of its axes."""
+    auto = with_auto_axes(mesh)
     return typed(tree, lambda found: mesh if found == auto else found)
+
+
+def as_around(tree: Any, arrays: Any) -> Any:
+    """Arrays with the explicit axes of the program, or of ``arrays``, if they are on that mesh."""
+    mesh = _explicit(_axes.ambient_mesh(), arrays)
+    return tree if mesh is None else on_axes_of(mesh, tree)
 
 
 def given_of(

@@ -155,7 +155,7 @@ def data_parallel(
             rows, done = jitted(static, kept, batch)
         queues[mesh].add(done)
         given_back, kinds = made[static]
-        left = list(map(iter, _placement.as_around(rows)))
+        left = list(map(iter, _placement.as_around(rows, args)))
         results, modules = _joined(given_back, [next(left[kind]) for kind in kinds])
         skipped.see((results, modules), 2)
         for module, new in zip(filter(_nnx.is_module, args), modules, strict=True):

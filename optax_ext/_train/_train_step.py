@@ -193,7 +193,7 @@ class TrainStep:
                 f"{names} = batch."
             )
         known = self._returned.places_of(params, opt_state, batch)
-        if known is not None and known.mesh != _placement.of_program(self._given):
+        if known and not known.explicit and known.mesh != _placement.of_program(self._given, batch):
             known = None
         if known is None:
             _host_checks.check_arrays(batch)
@@ -205,7 +205,7 @@ class TrainStep:
             _host_checks.check_begins(opt_state)
         places = known
         if places is None:
-            params, opt_state, places = self._placed(params, opt_state)
+            params, opt_state, places = self._placed(params, opt_state, batch)
         batch = places.put_batch(batch)
         if known is None and self._donates:
             (params, opt_state), batch = _arrays.unshared((params, opt_state), batch)
@@ -224,23 +224,23 @@ class TrainStep:
 
     def trace(self, params: Any, opt_state: Any, batch: Any) -> jax.stages.Traced:
         """As ``jax.jit(f).trace``, for example for :mod:`sparse_collectives.traffic`."""
-        params, opt_state, places = self._placed(params, opt_state)
+        params, opt_state, places = self._placed(params, opt_state, batch)
         batch = places.put_batch(batch)
         with _placement.around(self._mesh):
             return self._step.trace(params, opt_state, batch, places=places.if_kept)
 
     def lower(self, params: Any, opt_state: Any, batch: Any) -> jax.stages.Lowered:
         """As ``jax.jit(f).lower``."""
-        params, opt_state, places = self._placed(params, opt_state)
+        params, opt_state, places = self._placed(params, opt_state, batch)
         batch = places.put_batch(batch)
         with _placement.around(self._mesh):
             return self._step.lower(params, opt_state, batch, places=places.if_kept)
 
-    def _placed(self, params: Any, opt_state: Any) -> tuple[Any, Any, _places.Places]:
+    def _placed(self, params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, _places.Places]:
         # The type of an array includes its placement: with arrays that are not on the mesh at
         # the first call, the second call would be another program.
-        traced = [x for x in jax.tree.leaves((params, opt_state)) if isinstance(x, Tracer)]
-        mesh = _placement.of_program(self._given, traced)
+        traced = [x for x in jax.tree.leaves(opt_state) if isinstance(x, Tracer)]
+        mesh = _placement.of_program(self._given, (params, batch, traced))
         structure = jax.tree.structure((params, opt_state)), mesh
         places = self._places.get(structure)
         if places is None or not places.holds(params):

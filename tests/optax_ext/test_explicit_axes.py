@@ -76,6 +76,44 @@ def test_a_batch_that_is_on_the_explicit_mesh(spec):
     check_close(found, expected("sparse_adamw"))
 
 
+@pytest.mark.parametrize("which", ["params", "batch", "both"])
+@pytest.mark.parametrize("way", ["make_train_step", "data_parallel"])
+def test_results_are_on_the_axes_of_the_arrays(which, way):
+    """So that the program can compute with results and with arrays that it has placed itself."""
+
+    def placed(tree, *kinds, spec):
+        if which not in kinds:
+            return tree
+        return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(EXPLICIT, spec)), tree)
+
+    tx, traces = TX["sparse_adamw"](), []
+    params = placed(jax.tree.map(jnp.array, PARAMS), "params", "both", spec=P())
+    average = jax.tree.map(jnp.copy, params)
+    batches = [placed(batch_of(seed=i), "batch", "both", spec=P("data")) for i in range(3)]
+    state = optax_ext.init_state(tx, params, EXPLICIT)
+
+    def counted(params, batch):
+        traces.append(1)
+        return loss_fn(params, batch)
+
+    def own(params, state, batch):
+        ahead = optax_ext.ahead(params, state)
+        loss, gradient = jax.value_and_grad(counted)(ahead, batch)
+        updates, state = tx.update(gradient, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    step = optax_ext.make_train_step(counted, tx, EXPLICIT)
+    step = optax_ext.data_parallel(own) if way == "data_parallel" else step
+    for batch in batches:
+        params, state, loss = step(params, state, batch)
+        average = jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, average, params)
+        assert float(jax.jit(loss_fn)(params, batch)) > 0
+        assert float(loss) > 0
+    assert len(traces) <= (1 if way == "make_train_step" else 2)
+    flushed, state = optax_ext.flush(params, state)
+    assert float(jax.jit(loss_fn)(flushed, batches[0])) > 0
+
+
 @pytest.mark.parametrize("use", ["metrics", "flush", "consolidate", "Monitor"])
 def test_functions_of_a_state_take_it(use):
     params, state, _ = trained(TX["sparse_adamw"](), EXPLICIT, jax.set_mesh)
