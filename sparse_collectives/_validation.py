@@ -47,9 +47,9 @@ def check_density(density: Any) -> float:
 def check_positive_int(name: str, value: Any, *, minimum: int = 1, most: int = MAX_SIZE) -> int:
     """A static integer of at least ``minimum``."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < minimum:
-        # optax.inject_hyperparams makes arrays of numbers that static_args= does not name.
-        hint = ", and static: name it in static_args=" if isinstance(value, jax.Array) else ""
-        raise ValueError(f"{name} must be an integer of at least {minimum}{hint}, got {value!r}.")
+        raise ValueError(
+            f"{name} must be an integer of at least {minimum}{_static(value)}, got {value!r}."
+        )
     if int(value) > most:
         why = ": programs count in int32" if most == MAX_SIZE else ""
         bits = most.bit_length()
@@ -68,8 +68,15 @@ def check_number(name: str, value: Any, low: float, high: float) -> float:
     """A static number in [low, high]."""
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not number or not low <= float(value) <= high:
-        raise ValueError(f"{name} must be a number in [{low}, {high}], got {value!r}.")
+        raise ValueError(
+            f"{name} must be a number in [{low}, {high}]{_static(value)}, got {value!r}."
+        )
     return float(value)
+
+
+def _static(value: Any) -> str:
+    # optax.inject_hyperparams makes arrays of numbers that static_args= does not name.
+    return ", and static: name it in static_args=" if isinstance(value, jax.Array) else ""
 
 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:

@@ -4,6 +4,7 @@ An optimizer state has a row for every worker, and each row must be that worker'
 """
 
 import math
+import numbers
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,6 +43,17 @@ def check_order(call: str, params: Any, opt_state: Any) -> None:
             f"params has a state of optax_ext in it, and opt_state has none: they have changed "
             f"places. Write {call}."
         )
+
+
+def check_leaves(params: Any) -> None:
+    """Checks that all leaves have a shape and a dtype, or are numbers."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if not hasattr(leaf, "dtype") and not isinstance(leaf, numbers.Number):
+            raise TypeError(
+                f"params{jax.tree_util.keystr(path)} is {leaf!r:.80}, and no array. Give the "
+                "arrays alone, as equinox.filter(model, equinox.is_inexact_array) or "
+                "nnx.state(model, nnx.Param) has them."
+            )
 
 
 def check_workers(opt_state: Any, mesh: Mesh) -> None:

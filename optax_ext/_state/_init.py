@@ -72,6 +72,7 @@ def init_state(
     _host_checks.check_transformation(call, tx, mesh, AbstractMesh, Mapping)
     _host_checks.check_order(call, params, None)
     _flax.register()
+    _host_checks.check_leaves(params)
     wanted = mesh
     if isinstance(mesh, Mesh):
         mesh = _placement.with_auto_axes(mesh)

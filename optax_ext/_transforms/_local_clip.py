@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext._error_feedback import _trace_checks
-from sparse_collectives import AxisName, _validation
+from optax_ext._error_feedback import _options, _trace_checks
+from sparse_collectives import AxisName
 
 
 def local_clip_by_global_norm(
-    max_norm: float, *, axis: AxisName
+    max_norm: float | jax.Array, *, axis: AxisName
 ) -> optax.GradientTransformationExtraArgs:
     r"""Clips each worker's gradient to a norm of ``max_norm / sqrt(P)``.
 
@@ -27,7 +27,8 @@ def local_clip_by_global_norm(
     the ``nonfinite`` policy of :func:`sparse_allreduce`.
 
     Args:
-      max_norm: the bound for the sum over the workers, positive and finite.
+      max_norm: the bound for the sum over the workers, positive and finite; a scalar array from
+        ``optax.inject_hyperparams`` is not checked.
       axis: the mesh axis (or a tuple of axes) of the workers.
 
     Returns:
@@ -50,8 +51,8 @@ def local_clip_by_global_norm(
       Lin et al., `Deep Gradient Compression <https://arxiv.org/abs/1712.01887>`_,
       ICLR 2018, section 3.2.
     """
-    max_norm = _validation.check_number("max_norm", max_norm, 0.0, math.inf)
-    if not 0 < max_norm < math.inf:
+    max_norm = _options.check_hyperparameter("max_norm", max_norm, 0.0, math.inf)
+    if isinstance(max_norm, float) and not max_norm:
         raise ValueError(
             f"max_norm must be positive and finite, got {max_norm}. Leave the transformation out "
             "of the chain for no clipping."

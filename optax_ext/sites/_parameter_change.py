@@ -19,12 +19,14 @@ class Model(NamedTuple):
 
     Attributes:
       treedef: the tree of the parameters.
-      shapes: the shapes of the leaves.
+      names: the paths of the leaves.
+      shapes: their shapes.
       size: the number of entries.
       digest: a digest of the names and shapes.
     """
 
     treedef: Any
+    names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     size: int
     digest: str
@@ -32,9 +34,12 @@ class Model(NamedTuple):
     def flat(self, params: Any) -> np.ndarray:
         """The leaves concatenated, ``f32[n]``; a ValueError if they are another model's."""
         if (found := model_of(params)).digest != self.digest:
+            here, there = (dict(zip(x.names, x.shapes, strict=True)) for x in (found, self))
+            name = next(n for n in (*here, *there) if here.get(n) != there.get(n))
+            now, then = (f"shape {x[name]}" if name in x else "no leaf" for x in (here, there))
             raise ValueError(
-                f"params are those of another model: {found.size} entries ({found.digest}), and "
-                f"the run has {self.size} ({self.digest})."
+                f"params are those of another model: {found.size} entries, and the run has "
+                f"{self.size}. params{name} is {now}, and in the run it is {then}."
             )
         leaves = [np.asarray(x, np.float32).ravel() for x in jax.tree.leaves(params)]
         return np.concatenate(leaves) if leaves else np.zeros(0, np.float32)
@@ -66,12 +71,13 @@ def model_of(params: Any) -> Model:
                 "parameters in float32. Keep those, and cast them in the loss."
             )
     shapes = tuple(np.shape(leaf) for _, leaf in paths)
-    names = [(jax.tree_util.keystr(path), shape) for (path, _), shape in zip(paths, shapes)]
-    digest = hashlib.sha256(repr(names).encode()).hexdigest()[:16]
+    names = tuple(jax.tree_util.keystr(path) for path, _ in paths)
+    described = list(zip(names, shapes, strict=True))
+    digest = hashlib.sha256(repr(described).encode()).hexdigest()[:16]
     size = sum(int(np.prod(shape)) for shape in shapes)
     if not size:
         raise ValueError(f"params have no entries, got {params!r:.80}: give those of the model.")
-    return Model(jax.tree.structure(params), shapes, size, digest)
+    return Model(jax.tree.structure(params), names, shapes, size, digest)
 
 
 class Change(NamedTuple):

@@ -325,3 +325,10 @@ def test_a_number_is_no_axis(make, axis):
     given = () if make is optax_ext.dense else (0.1,)
     message = r"must be the name of an axis, or a tuple of names.*axis='data'"
     refused(message, lambda: make(*given, axis=axis).init({"w": jnp.ones(4)}))
+
+
+@pytest.mark.parametrize("leaf", [jnp.tanh, "relu", object()], ids=["function", "str", "object"])
+def test_a_leaf_that_is_no_array_is_named(leaf):
+    tx, params = optax_ext.sparse_sgd(0.1, axis="data"), {"w": jnp.ones(4), "act": leaf}
+    with pytest.raises(TypeError, match=r"^params\['act'\] is .*, and no array.*nnx\.state"):
+        optax_ext.init_state(tx, params, {"data": 2})

@@ -119,6 +119,7 @@ def test_injected_hyperparameters_in_float32_are_those_of_the_call(dtype):
         (optax_ext.ok_topk, {"density": 0.1}),
         (optax_ext.powersgd, {"rank": 1, "seed": 0}),
         (optax_ext.quantized, {"bits": (2, 4)}),
+        (functools.partial(optax_ext.local_clip_by_global_norm, max_norm=1.0), {}),
     ],
 )
 def test_only_options_that_are_given_have_to_be_named_static(make, options):
@@ -131,6 +132,13 @@ def test_only_options_that_are_given_have_to_be_named_static(make, options):
         optax_ext.init_state(tx(**options, axis="data"), params, mesh(2)) for tx in (injected, make)
     )
     assert jax.tree.structure(state.inner_state) == jax.tree.structure(plain)
+
+
+def test_a_number_that_has_to_be_static_says_so():
+    outer = functools.partial(optax_ext.published.diloco, optax.sgd(0.1), axis="data")
+    injected = optax.inject_hyperparams(outer, static_args=("every", "buckets"))
+    with pytest.raises(ValueError, match=r"^momentum must be .*name it in static_args="):
+        optax_ext.init_state(injected(every=2), {"w": jnp.ones(4)}, mesh(2))
 
 
 @pytest.mark.parametrize("options", [{}, {"moments": "rows"}, {"every": 2}, {"moments": "factors"}])
