@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from optax_ext._state import _host_checks, _index, _placement, _specs
@@ -77,6 +78,7 @@ class Places:
         self._params = tuple(params)
         self._states = tuple(states)
         self._batch = batch
+        self._devices = set(batch.mesh.devices.flat)
         self.sharded = sharded
 
     def __hash__(self) -> int:
@@ -126,9 +128,17 @@ class Places:
 
     def put_batch(self, batch: Any) -> Any:
         """A batch, moved to its place if that matters."""
-        if not self.sharded:
-            return batch
-        return jax.tree.map(lambda x: _place(x, self._batch), batch)
+        if self.sharded:
+            return jax.tree.map(lambda x: _place(x, self._batch), batch)
+        everywhere, devices = NamedSharding(self.mesh, PartitionSpec()), self._devices
+
+        def reached(x: Any) -> Any:
+            # A program takes no array that is committed to some of its devices only.
+            here = isinstance(x, Tracer) or not isinstance(x, jax.Array) or not x.committed
+            here = here or x.sharding.device_set == devices
+            return x if here else jax.device_put(x, everywhere)
+
+        return jax.tree.map(reached, batch)
 
     def on_auto_axes(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
         """Both with the axis types that a mapped function can leave to the compiler."""

@@ -207,4 +207,24 @@ def test_a_state_of_parameters_that_are_committed_to_one_device(optimizer, devic
     assert bits(found) == bits(optax_ext.init_state(tx, PARAMS, on))
     devices = {*on.devices.flat}
     assert all(leaf.sharding.device_set == devices for leaf in jax.tree.leaves(found))
-    optax_ext.make_train_step(loss_fn, tx, on)(committed, found, batch_of())
+    batch = jax.device_put(batch_of(), jax.devices()[7 - device])
+    optax_ext.make_train_step(loss_fn, tx, on)(committed, found, batch)
+
+
+@pytest.mark.parametrize("on", [mesh(), EXPLICIT], ids=["auto", "explicit"])
+def test_a_batch_that_is_committed_to_one_device(on):
+    def end(committed):
+        tx, batch = TX["every"](), batch_of()
+        params = jax.device_put(PARAMS, NamedSharding(on, P()))
+        state = optax_ext.init_state(tx, params, on)
+        batches = jax.tree.map(lambda x: jnp.stack([x, x]), batch)
+        if committed:
+            batch, batches = jax.device_put((batch, batches), jax.devices()[3])
+        step, round_of = (
+            f(loss_fn, tx, on) for f in (optax_ext.make_train_step, optax_ext.make_train_round)
+        )
+        for _ in range(2):
+            params, state, _ = step(params, state, batch)
+        return round_of(params, state, batches)
+
+    assert bits(end(True)) == bits(end(False))
