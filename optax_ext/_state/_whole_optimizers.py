@@ -16,13 +16,18 @@ import optax
 from optax_ext._error_feedback._sparse_state import SparseAllreduceState
 from optax_ext._state._wrappers import is_mask
 
-# These divide or accumulate their inputs, or take the sign, and take them for gradients.
-_OF_GRADIENTS = (
-    *(optax.ScaleByAdamState, optax.ScaleByAmsgradState, optax.ScaleByAdaDeltaState),
-    *(optax.ScaleByBeliefState, optax.ScaleByLionState, optax.ScaleByNovogradState),
-    *(optax.ScaleByRmsState, optax.ScaleByRStdDevState, optax.ScaleByRssState),
-    *(optax.ScaleBySM3State, optax.FactoredState, optax.TraceState, optax.contrib.MuonState),
-)
+# States of optax that keep the direction of their inputs, or that hold other states. All others of
+# optax take their inputs for gradients: they divide or accumulate them, take the sign, or estimate
+# a step size. States from elsewhere are not judged.
+_HARMLESS = {
+    *("EmptyState", "NormalizeState", "ScaleByScheduleState", "EmaState", "ZeroNansState"),
+    *("NonNegativeParamsState", "AddNoiseState", "DifferentiallyPrivateAggregateState"),
+    *("ReduceLROnPlateauState", "WrappedScheduleState", "MonitorState", "SnapshotState"),
+    *("MaskedState", "MaskedNode", "PartitionState", "MultiTransformState", "MultiStepsState"),
+    *("InjectHyperparamsState", "InjectStatefulHyperparamsState", "ApplyIfFiniteState"),
+    *("ConditionallyMaskState", "ConditionallyTransformState", "SkipState", "LookaheadState"),
+    *("SplitRealAndImaginaryState", "SplitRealAndImaginaryArrays"),
+}
 
 
 def whole(
@@ -44,8 +49,8 @@ def whole(
 def misuse(opt_state: Any) -> str | None:
     """The error text about an optimizer that takes the steps of a complete one for gradients.
 
-    That is one with moments or momentum after a complete optimizer in a chain, or ``optax.sgd``
-    next to one. None if there is none.
+    That is one of optax with a state of its own after a complete optimizer in a chain, or
+    ``optax.sgd`` next to one. None if there is none.
 
     Args:
       opt_state: the state of the whole chain, or anything of its structure.
@@ -92,28 +97,32 @@ def _chains(opt_state: Any) -> Iterator[tuple[Any, ...]]:
 
 def _optimizers(tree: Any) -> list[Any]:
     def is_one(node: Any) -> bool:
-        return isinstance(node, _OF_GRADIENTS)
+        kind = type(node)
+        of_optax = kind.__module__.partition(".")[0] == "optax" and hasattr(node, "_fields")
+        return of_optax and kind.__name__ not in _HARMLESS
 
     return list(filter(is_one, jax.tree.leaves(tree, is_leaf=is_one)))
 
 
 def _is_sgd(part: Any) -> bool:
     """Whether it is a chain that keeps nothing but a count of steps, as ``optax.sgd`` does."""
-    kinds = optax.EmptyState | optax.ScaleByScheduleState
-    return type(part) is tuple and bool(part) and all(isinstance(x, kinds) for x in part)
+    kinds = optax.EmptyState | optax.ScaleByScheduleState | optax.AddNoiseState
+    is_chain = type(part) is tuple and bool(part)
+    return is_chain and all(isinstance(x, kinds) or _is_sgd(x) for x in part)
 
 
 def _shares_leaves(node: Any, part: Any) -> bool:
-    """Whether moments are of some leaf that a complete optimizer in ``part`` has."""
-    covered = [
-        _present(jax.tree.unflatten(state.layout.treedef, state.layout.dense))
-        for state in _wholes(part)
-    ]
-    return any(
-        len(has) == len(had) and any(map(lambda a, b: a and b, has, had))
-        for has in map(_present, node)
-        for had in covered
-    )
+    """Whether it is for some leaf that a complete optimizer in ``part`` has.
+
+    Its moments show that. If it has none, it is for all leaves.
+    """
+    own = list(map(_present, node))
+    for state in _wholes(part):
+        had = _present(jax.tree.unflatten(state.layout.treedef, state.layout.dense))
+        alike = [has for has in own if len(has) == len(had)]
+        if not alike or any(any(map(lambda a, b: a and b, has, had)) for has in alike):
+            return True
+    return False
 
 
 def _present(tree: Any) -> list[bool]:

@@ -40,6 +40,17 @@ OPTIMIZERS = {
     "rmsprop": lambda: optax.rmsprop(0.1),
     "moments alone": optax.scale_by_adam,
     "momentum alone": lambda: optax.trace(0.9),
+    "rprop": lambda: optax.rprop(0.1),
+    "polyak_sgd": lambda: optax.polyak_sgd(0.1),
+    "noisy_sgd": lambda: optax.noisy_sgd(0.1, key=0),
+    "dowg": optax.contrib.dowg,
+    "prodigy": optax.contrib.prodigy,
+    "momo": optax.contrib.momo,
+    "cocob": optax.contrib.cocob,
+    "schedule_free_sgd": lambda: optax.contrib.schedule_free_sgd(0.1),
+    "mechanize": lambda: optax.contrib.mechanize(optax.sgd(0.1)),
+    "a chain of chains": lambda: optax.chain(optax.sgd(0.1), optax.clip(1.0)),
+    "in a mask": lambda: optax.masked(optax.contrib.ademamix(0.1), KERNEL),
 }
 LEGITIMATE = {
     "clip": lambda: optax.clip(0.1),
@@ -56,6 +67,10 @@ LEGITIMATE = {
     "noise": lambda: optax.add_noise(0.1, 0.5, key=0),
     "trust ratio": optax.scale_by_trust_ratio,
     "on a plateau": optax.contrib.reduce_on_plateau,
+}
+LEGITIMATE |= {
+    "injected": lambda: optax.inject_hyperparams(optax.clip)(0.1),
+    "of the user": lambda: optax.stateless(lambda updates, params: updates),
 }
 MESSAGE = "increases the loss: their updates include the learning rate and its sign"
 
