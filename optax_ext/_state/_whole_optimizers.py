@@ -26,7 +26,10 @@ _HARMLESS = {
     *("MaskedState", "MaskedNode", "PartitionState", "MultiTransformState", "MultiStepsState"),
     *("InjectHyperparamsState", "InjectStatefulHyperparamsState", "ApplyIfFiniteState"),
     *("ConditionallyMaskState", "ConditionallyTransformState", "SkipState", "LookaheadState"),
-    *("SplitRealAndImaginaryState", "SplitRealAndImaginaryArrays"),
+    *("SplitRealAndImaginaryState", "SplitRealAndImaginaryArrays", "ApplyEvery"),
+    *("WeightDecaySchedule", "LookaheadParams", "ScaleByBacktrackingLinesearchState"),
+    *("ScaleByZoomLinesearchState", "ZoomLinesearchState", "ZoomLinesearchInfo"),
+    *("BacktrackingLinesearchInfo", "BacktrackingLineSearchState"),
 }
 
 

@@ -31,11 +31,11 @@ from tests.fuzz.configurations import SEEDS
 from tests.fuzz.test_fuzz import PARTS, _settings
 from tests.optax_ext.helpers import bits, mesh
 
-FILLED, TRAINED = 20, 3  # examples in a part
+FILLED, OTHER, TRAINED = 30, 15, 3  # examples
 STEPS, ROUND, AXIS = 4, 2, "data"
 WORKERS = (4, 2, 3, 1, 8)
 LEAVES = ("['body']['bias']", "['body']['kernel']", "['head']", "['scale']")
-SHAPES = ((7,), (5, 4), (), (1,), (2, 1, 3), (1, 1), (0,))
+SHAPES = ((7,), (5, 4), (4, 5), (), (1,), (2, 1, 3), (1, 1), (0,))
 DTYPES = ("float32", "float32", "bfloat16", "float16")
 # Half a unit in the last place, as a share of the number.
 HALF = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
@@ -111,6 +111,10 @@ OTHERS: dict[str, Callable[[], Any]] = {
         optax_ext.delayed(optax_ext.topk_a(0.3, axis=AXIS)), optax.sgd(0.1)
     ),
     "dense, adam": lambda: optax.chain(optax_ext.dense(axis=AXIS), optax.adam(0.03)),
+    "dense, sgd": lambda: optax.chain(optax_ext.dense(axis=AXIS), optax.sgd(0.1)),
+    "local_steps, dense": lambda: _local(
+        optax.sgd(0.1), optax.chain(optax_ext.dense(axis=AXIS), optax.sgd(1.0))
+    ),
     "diloco": lambda: optax_ext.published.diloco(optax.adam(0.03), axis=AXIS, every=ROUND),
     "sparse_loco": lambda: optax_ext.published.sparse_loco(
         optax.adam(0.03), density=0.3, axis=AXIS, every=ROUND
@@ -179,6 +183,9 @@ class Case:
         """The gradients of all workers, a leaf ``[P, ...]`` for each parameter."""
         rng = np.random.default_rng((self.seed, step))
         return [rng.standard_normal((workers, *s)).astype(np.float32) for s in self.shapes]
+
+    def _repr_pretty_(self, printer: Any, _: bool) -> None:
+        printer.text(repr(self))
 
     def __repr__(self) -> str:
         return (
@@ -371,7 +378,7 @@ def roles(state: Any) -> list[Leaf]:
             for name in node._fields:
                 walk(getattr(node, name), Leaf(fields.get(name, leaf.role), in_rounds))
             if not fields and nodes(node, REDUCTIONS):
-                # What is accumulated is exchanged by what is inside, leaf by leaf.
+                # The exchanges inside take the accumulated gradients, leaf by leaf.
                 names = _names_in_rounds(node.inner_opt_state)
                 for path, number in jax.tree_util.tree_leaves_with_path(node.acc_grads):
                     within = jax.tree_util.keystr(path) in names
@@ -445,17 +452,18 @@ def wide(x: Any) -> np.ndarray:
     return np.asarray(x).astype(np.float64)
 
 
-def _is_of_library(error: Exception) -> bool:
+def check_says_what_to_do(error: BaseException) -> None:
+    """It was raised by the library, in sentences."""
     last = traceback.extract_tb(error.__traceback__)[-1].filename
-    return any(f"/{package}/" in last for package in ("optax_ext", "sparse_collectives"))
+    assert any(f"/{package}/" in last for package in ("optax_ext", "sparse_collectives")), error
+    assert len(str(error)) > 60, error
 
 
 def refused(function: Callable[[], Any], *kinds: type) -> str:
-    """Checks that the library raises an error of its own that says what to do; returns its text."""
+    """Checks that the library raises an error of its own; returns its text."""
     with pytest.raises(kinds or (ValueError, TypeError, NotImplementedError)) as found:
         function()
-    assert _is_of_library(found.value), found.value
-    assert len(str(found.value)) > 60, found.value
+    check_says_what_to_do(found.value)
     return str(found.value)
 
 
@@ -580,7 +588,7 @@ def check_leaf(
     stored = HALF[node.residual.dtype.name]
     old, new, size = wide(old), wide(new), np.abs(held).sum(axis=0)
     float32 = 2.0**-22 * size + workers * 2.0**-23 * np.abs(new)
-    # What is stored in bfloat16 is rounded; a share is taken of what was stored.
+    # A residual in bfloat16 is rounded, and the share is a part of the rounded one.
     narrow = 0.0 if stored == HALF["float32"] else 2 * stored * np.abs(left).sum(axis=0)
     missing = workers * (new - old) + left.sum(axis=0) - held.sum(axis=0)
     assert (np.abs(missing) <= float32 + narrow).all(), "something is lost"
@@ -619,7 +627,7 @@ def check_consolidated(case: Case, params: Any, state: Any) -> None:
 
 
 def _moves(state: Any) -> bool:
-    """Whether `reshard` takes a state: joined accumulators alone do not tell P."""
+    """Whether `reshard` takes a state: P can't be read from joined accumulators alone."""
     tree = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, NODES))
     joined = rows = False
     while tree:
@@ -686,17 +694,28 @@ def check_pair(pair: tuple[Case, Case]) -> None:
             ]
         for call in calls:
             try:
-                call()
+                made = call()
             except (ValueError, TypeError, NotImplementedError) as error:
-                assert _is_of_library(error), error
-                assert len(str(error)) > 60, error
+                found = error
+            else:
+                if call is calls[0] and pair[0].of is pair[1].of:
+                    check_same_leaves(state, made)
+                continue
+            check_says_what_to_do(found)
+
+
+def check_same_leaves(old: Any, new: Any) -> None:
+    """The rows of a worker have the shapes that they had, whatever the workers."""
+    for a, b, known in zip(jax.tree.leaves(old), jax.tree.leaves(new), roles(old), strict=True):
+        if known.role in ("summed", "moved"):
+            assert a.shape[1:] == b.shape[1:], "a residual moved to other leaves"
 
 
 @st.composite
 def pairs(draw: Any) -> tuple[Case, Case]:
-    """Two cases that have in common what is drawn."""
+    """Two cases with the same optimizer, parameters of the same shapes, or neither."""
     first, second = draw(cases()), draw(cases())
-    common = draw(st.sets(st.sampled_from(("of", "shapes", "dtypes"))))
+    common = draw(st.sampled_from((("of",), ("of", "dtypes"), ("shapes", "dtypes"), ())))
     return first, dataclasses.replace(second, **{x: getattr(first, x) for x in common})
 
 
@@ -747,31 +766,35 @@ def test_states_move_and_are_flushed_in_a_few_compositions(case):
     check_filled(case)
 
 
+@hypothesis.given(pairs())
+@_settings(OTHER)
+def test_a_few_states_for_something_else_are_refused_in_words(pair):
+    check_pair(pair)
+
+
 @hypothesis.given(cases(most=STEPS))
 @_settings(TRAINED)
 def test_training_goes_on_in_a_few_compositions(case):
     check_trained(case)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(PARTS))
-def test_states_move_and_are_flushed_in_any_composition(part):
-    @hypothesis.seed(part)
-    @hypothesis.given(cases())
-    @_settings(5 * FILLED)
-    def holds(case):
-        check_filled(case)
-
-    holds()
+CHECKS = {
+    "filled": (cases(), check_filled, 4 * FILLED),
+    "for something else": (pairs(), check_pair, 4 * OTHER),
+    "trained": (cases(most=STEPS), check_trained, 4 * TRAINED),
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
-def test_training_goes_on_in_any_composition(part):
+@pytest.mark.parametrize("which", CHECKS)
+def test_the_laws_hold_in_any_composition(which, part):
+    drawn, check, examples = CHECKS[which]
+
     @hypothesis.seed(part)
-    @hypothesis.given(cases(most=STEPS))
-    @_settings(5 * TRAINED)
-    def holds(case):
-        check_trained(case)
+    @hypothesis.given(drawn)
+    @_settings(examples)
+    def holds(given):
+        check(given)
 
     holds()
