@@ -50,6 +50,7 @@ def consolidate(params: Any, opt_state: Any) -> tuple[Any, Any]:
     """
     given, opt_state = opt_state, _nnx.arrays(opt_state)
     check("consolidate(params, opt_state)", params, opt_state)
+    _check_nothing_moved(params, opt_state)
     gradient = residual_tree(opt_state, params, lambda node: _shards.leaves_of(node, mean(node)))
     return gradient, _nnx.like(
         given, emptied(opt_state, lambda node: jnp.zeros_like(node.residual))
@@ -69,14 +70,23 @@ def check(call: str, params: Any, opt_state: Any) -> None:
             "opt_state has no residuals: no allreduce of optax_ext is in it. Give the state that "
             "the steps were made with, all of it."
         )
+
+
+def _check_nothing_moved(params: Any, opt_state: Any) -> None:
+    """Checks that no worker has moved since the last exchange.
+
+    What parameters of 16 bits did not take of a common update is left as well, and is the same on
+    every worker.
+    """
+    narrow = any(jnp.result_type(x).itemsize < 4 for x in jax.tree.leaves(params))
     leaves, structure = jax.tree.flatten(opt_state)
     for leaf, known in zip(leaves, _index.index_of(structure).leaves, strict=True):
         moves = known.role is Role.MOVED and not isinstance(leaf, Tracer)
-        if moves and bool(jnp.any(leaf != 0)):
+        if moves and bool(jnp.any(leaf != (leaf[:1] if narrow else 0))):
             raise ValueError(
                 "opt_state is in the middle of a round of optax_ext.local_steps: the steps of the "
-                "workers since the last exchange are in no residual, and would be lost. Take steps "
-                "until the round ends."
+                "workers since the last exchange are in no residual, and would be lost. Apply them "
+                "first, with params, opt_state = optax_ext.flush(params, opt_state)."
             )
 
 

@@ -6,10 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from optax_ext._error_feedback import _buffers, _residual
 from optax_ext._error_feedback._sparse_state import SparseAllreduceState
-from optax_ext._state import _consolidate, _nnx, _placement, _shards, _wrappers
+from optax_ext._state import _consolidate, _index, _nnx, _placement, _shards, _wrappers
 from optax_ext._state._residual_tree import residual_tree, spread
 
 
@@ -24,7 +25,8 @@ def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
     the parameters. It is a dense exchange of n numbers.
 
     In rounds (``every=``) the share is all of the residual, so that the result is the mean of the
-    workers' models. With an exchange at every step the default is 1/P, or 0.1 with more than ten
+    workers' models, also between two exchanges and with :func:`local_steps`. With an exchange at
+    every step the default is 1/P, or 0.1 with more than ten
     workers. The rest stays in the residuals, and
     ``optax_ext.metrics(opt_state)["residual_norm"]`` reports its size: the updates of hundreds of
     steps would go too far if they were applied at once. :func:`consolidate` returns all of it.
@@ -41,6 +43,7 @@ def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
     Raises:
       ValueError: the residuals are gradients (pass the result of :func:`consolidate` to the
         optimizer after the allreduce instead).
+      ValueError: an update of :func:`local_steps` is on its way (``delay=``).
       ValueError: a transformation follows the optimizer in its chain, such as a mask that freezes
         leaves, which would be left out; or one around it makes updates of its own, as
         ``optax.contrib.schedule_free`` does.
@@ -57,7 +60,7 @@ def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
     """
     given, opt_state = opt_state, _nnx.arrays(opt_state)
     _consolidate.check("flush(params, opt_state)", params, opt_state)
-    for state in _wrappers.get_states(opt_state):
+    for state in _wrappers.holding(opt_state):
         if not state.settings.step_ahead:
             raise ValueError(
                 "opt_state has residuals that may be gradients, and not updates of the parameters: "
@@ -65,19 +68,38 @@ def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
                 "opt_state), and give the gradient to the optimizer after the allreduce."
             )
     _check_nothing_follows(opt_state)
+    _check_nothing_late(opt_state)
     # The arrays of a step are on Auto axes, and a new state on the mesh of jax.make_mesh is not.
     opt_state = _placement.typed(opt_state, _placement.with_auto_axes)
-    places = [getattr(x.residual, "sharding", None) for x in _wrappers.get_states(opt_state)]
+    arrays, structure = jax.tree.flatten(opt_state)
+    index = _index.index_of(structure)
+    held = [x.residual for x in _wrappers.get_states(opt_state)] + index.moved(arrays)
+    places = [getattr(x, "sharding", None) for x in jax.tree.leaves(held)]
     params = _placement.readable(params, getattr(places[0], "mesh", None) if places else None)
     steps = residual_tree(opt_state, params, _step)
+    means = [jax.tree.map(lambda x: jnp.mean(x, axis=0), tree) for tree in index.moved(arrays)]
+    moves = spread(means, params)
+    pairs = zip(jax.tree.leaves(steps), moves, strict=True)
+    added = [step if m is None else step.astype(m.dtype) + m for step, m in pairs]
+    steps = jax.tree.structure(steps).unflatten(added)
     leaves, treedef = jax.tree.flatten(params)
     moved = list(map(_moved, leaves, jax.tree.leaves(steps)))
     errors = list(map(_error, leaves, jax.tree.leaves(steps), moved))
+    # A movement takes the error of its leaf, and the other errors go to the residuals.
+    others = [e if m is None else None for m, e in zip(moves, errors, strict=True)]
 
     def rest(node: SparseAllreduceState) -> jax.Array:
-        return _with_errors(node, _kept(node), params, errors)
+        return _with_errors(node, _kept(node), params, others)
 
-    return treedef.unflatten(moved), _nnx.like(given, _consolidate.emptied(opt_state, rest))
+    emptied = jax.tree.leaves(_consolidate.emptied(opt_state, rest))
+    for known in index.moves:
+        here = range(known.start, known.stop)
+        emptied[known.start : known.stop] = [jnp.zeros_like(arrays[i]) for i in here]
+        if any(error is not None for error in errors):
+            for i, error in zip(spread([known.treedef.unflatten(here)], params), errors):
+                if i is not None and error is not None:
+                    emptied[i] += error[None]
+    return treedef.unflatten(moved), _nnx.like(given, structure.unflatten(emptied))
 
 
 def _moved(parameter: Any, step: jax.Array) -> jax.Array:
@@ -113,6 +135,21 @@ def _with_errors(
     return (residual.astype(jnp.float32) + added).astype(residual.dtype)
 
 
+def _check_nothing_late(opt_state: Any) -> None:
+    """Checks that no update of ``local_steps`` is on its way."""
+
+    def has_late(node: Any) -> bool:
+        return hasattr(node, "late")
+
+    for node in filter(has_late, jax.tree.leaves(opt_state, is_leaf=has_late)):
+        for leaf in jax.tree.leaves(node.late):
+            if not isinstance(leaf, Tracer) and bool(jnp.any(leaf != 0)):
+                raise ValueError(
+                    "opt_state has an update of optax_ext.local_steps on its way (delay=), which "
+                    "flush would leave out. Take steps until it has arrived."
+                )
+
+
 def _check_nothing_follows(tree: Any) -> None:
     """Checks that no ``optax.chain`` would have changed the updates that residuals hold."""
 
@@ -123,8 +160,15 @@ def _check_nothing_follows(tree: Any) -> None:
         # Of optax.contrib.schedule_free and mechanic.
         return "base_optimizer_state" in getattr(node, "_fields", ())
 
-    for found in jax.tree.leaves(tree, is_leaf=lambda node: is_chain(node) or is_around(node)):
-        if not (is_chain(found) or is_around(found)) or not _wrappers.get_states(found):
+    def is_found(node: Any) -> bool:
+        return is_chain(node) or is_around(node) or _wrappers.groups(node) is not None
+
+    for found in jax.tree.leaves(tree, is_leaf=is_found):
+        if not is_found(found) or not _holds(found):
+            continue
+        if (parts := _wrappers.groups(found)) is not None:
+            for part in parts.values():
+                _check_nothing_follows(part)
             continue
         if is_around(found):
             raise ValueError(
@@ -136,7 +180,7 @@ def _check_nothing_follows(tree: Any) -> None:
         named = _wrappers.is_named(found)
         chain = list(found.values()) if named else found
         # The order of a named chain is not in its state.
-        first = next(i for i, part in enumerate(chain) if named or _wrappers.get_states(part))
+        first = next(i for i, part in enumerate(chain) if named or _holds(part))
         # What reduces gradients itself is for other leaves.
         if not all(map(_wrappers.reductions, chain[first:])):
             which = "next to the optimizer in a named chain" if named else "after the optimizer"
@@ -152,6 +196,11 @@ def _check_nothing_follows(tree: Any) -> None:
             )
         for part in chain:
             _check_nothing_follows(part)
+
+
+def _holds(tree: Any) -> bool:
+    """Whether a residual with entries, or a movement, is in the tree."""
+    return bool(_wrappers.holding(tree) or _index.of(tree).moves)
 
 
 def _step(node: SparseAllreduceState) -> Any:

@@ -49,22 +49,31 @@ def is_state(node: Any) -> bool:
 def is_named(node: Any) -> bool:
     """Whether it may be the state of an ``optax.named_chain``, whose order the state does not say.
 
-    The groups of ``optax.partition`` are in a dictionary as well, each with a mask.
+    The groups of ``optax.partition`` are in a dictionary as well, of which :func:`groups` knows.
     """
-    groups = type(node) is dict and all(isinstance(x, optax.MaskedState) for x in node.values())
-    return type(node) is dict and not groups
+    return type(node) is dict
+
+
+def groups(node: Any) -> dict[Any, Any] | None:
+    """The states of the groups, if it is the state of an ``optax.partition``."""
+    found = getattr(node, "inner_states", None)
+    return found if isinstance(node, tuple) and type(found) is dict else None
 
 
 def in_order(tree: Any) -> Any:
     """The result of an ``init`` with each ``optax.named_chain`` in it as an ``optax.chain``."""
 
-    def is_chain(node: Any) -> bool:
-        return is_named(node) and bool(reductions(node))
+    def is_found(node: Any) -> bool:
+        return groups(node) is not None or (is_named(node) and bool(reductions(node)))
 
-    def chain(node: Any) -> Any:
-        return tuple(map(in_order, node.values())) if is_chain(node) else node
+    def one(node: Any) -> Any:
+        if not is_found(node):
+            return node
+        if (parts := groups(node)) is not None:
+            return node._replace(inner_states={k: in_order(part) for k, part in parts.items()})
+        return tuple(map(in_order, node.values()))
 
-    return jax.tree.map(chain, tree, is_leaf=is_chain)
+    return jax.tree.map(one, tree, is_leaf=is_found)
 
 
 def is_mask(node: Any) -> bool:
@@ -75,6 +84,11 @@ def is_mask(node: Any) -> bool:
 def get_states(opt_state: Any) -> list[SparseAllreduceState]:
     """Every :class:`SparseAllreduceState` in ``opt_state``: one for each bucket or group."""
     return list(filter(is_state, jax.tree.leaves(opt_state, is_leaf=is_state)))
+
+
+def holding(tree: Any) -> list[SparseAllreduceState]:
+    """Those of :func:`get_states` that have a residual with entries."""
+    return [state for state in get_states(tree) if state.layout.size]
 
 
 def _nodes(tree: Any, kinds: tuple[type, ...]) -> list[Any]:

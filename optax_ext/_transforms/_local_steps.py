@@ -205,6 +205,7 @@ def local_steps(
         if delay:
             nothing = jax.tree.map(jnp.zeros_like, arrived)
             arrived = _chosen(arrives, made, parts(nothing), nothing)
+            late = _chosen(arrives, parts(nothing), made, late)
         applied = jax.tree.map(lambda u, g: u.astype(g.dtype), arrived, updates)
 
         def gone(moved, update, narrow):

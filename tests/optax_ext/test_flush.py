@@ -293,6 +293,30 @@ def test_what_makes_updates_of_its_own_around_the_optimizer_is_named(around, nam
         optax_ext.consolidate(PARAMS, state)
 
 
+def test_a_named_chain_of_masks_is_no_partition():
+    yes, no = {"w": True, "b": True}, {"w": False, "b": True}
+    tx = optax.named_chain(
+        ("opt", optax.masked(TX, yes)), ("freeze", optax.masked(optax.set_to_zero(), no))
+    )
+    state = optax_ext.init_state(tx, PARAMS, {"data": 2})
+    refused("transformation next to the optimizer in a named", optax_ext.flush, PARAMS, state)
+    twice = optax.named_chain(
+        ("z", optax.masked(TX, yes)), ("a", optax.masked(optax.adam(0.1), yes))
+    )
+    refused("ScaleByAdam next to", optax_ext.init_state, twice, PARAMS, {"data": 2})
+
+
+def test_an_exchange_without_entries_has_nothing_to_refuse():
+    gradients = optax.chain(optax_ext.ok_topk(0.5, axis="data"), optax.adam(0.1))
+    none = {"w": False, "b": False}
+    for tx in (
+        optax.partition({"t": TX, "unused": gradients}, {"w": "t", "b": "t"}),
+        optax.chain(optax.masked(optax_ext.sparse_sgd(0.1, axis="data"), none), optax.identity()),
+    ):
+        state = optax_ext.init_state(tx, PARAMS, {"data": 2})
+        same(optax_ext.flush(PARAMS, state)[0], PARAMS)
+
+
 def test_parts_for_other_leaves_may_stand_around_the_optimizer():
     yes, no = {"w": True, "b": False}, {"w": False, "b": True}
     dense = optax.chain(optax_ext.dense(axis="data"), optax.sgd(0.1))

@@ -217,11 +217,41 @@ def test_joined_leaves_are_one_sum_with_the_same_result():
     same(*ended)
 
 
-def test_flush_in_half_a_round_of_local_steps_loses_nothing():
-    tx = optax_ext.published.diloco(optax.sgd(0.1), axis="data", every=2, momentum=0.0)
-    found = train(tx, loss_fn, PARAMS, [batch_of()] * 2, mesh())
-    refused("in the middle of a round.*until the round ends", optax_ext.flush, *found[1][:2])
-    same(optax_ext.flush(*found[2][:2])[0], found[2][0])
+@pytest.mark.usefixtures("default_promotion")
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"fragments": 2}, {"mixing": 0.5}], ids=str)
+def test_flush_moves_to_the_mean_of_the_workers_models_and_loses_nothing(dtype, options):
+    params = jax.tree.map(lambda x: jnp.asarray(x, dtype), PARAMS)
+    outer = optax.chain(optax_ext.dense(axis="data"), optax.sgd(1.0))
+    tx = optax_ext.local_steps(optax.sgd(0.1), outer, every=2, **options)
+    found = train(tx, loss_fn, params, [batch_of()] * 2, mesh())
+    for steps, (params, state, *_) in enumerate(found):
+        before = jax.tree.map(lambda x: np.asarray(x, np.float64), state.moved)
+        flushed, left = optax_ext.flush(params, state)
+        for name, moved in before.items():
+            old, new = (np.asarray(x[name], np.float64) for x in (params, flushed))
+            rest = np.asarray(left.moved[name], np.float64)
+            given = len(moved) * (new - old) + rest.sum(0)
+            np.testing.assert_allclose(given, moved.sum(0), atol=1e-6)
+            np.testing.assert_array_equal(rest, rest[:1] + np.zeros_like(rest))
+            assert dtype == jnp.bfloat16 or not rest.any()
+        if steps == 1 or (options and steps):
+            message = "in the middle of a round.*optax_ext.flush"
+            refused(message, optax_ext.consolidate, params, state)
+        optax_ext.consolidate(flushed, left)
+    if not options:
+        # A whole round: only what 16 bits did not take is left, and moves nothing by itself.
+        optax_ext.consolidate(params, state)
+    train(tx, loss_fn, flushed, [batch_of()], mesh(), state=left)
+
+
+def test_flush_refuses_an_update_that_is_on_its_way():
+    tx = optax_ext.published.streaming_diloco(
+        optax.sgd(0.1), axis="data", every=4, fragments=1, delay=2, mixing=0.0
+    )
+    found = train(tx, loss_fn, PARAMS, [batch_of()] * 4, mesh())
+    refused("on its way", optax_ext.flush, *found[3][:2])
+    optax_ext.flush(*found[4][:2])
 
 
 def test_local_steps_that_can_not_be():
