@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from optax_ext._error_feedback import _layout, _trace_checks
-from optax_ext._error_feedback._roles import Role
+from optax_ext._error_feedback._roles import Role, Rows
 from optax_ext._error_feedback._sparse_state import SparseAllreduceState
 from optax_ext._state import _host_checks
 
@@ -46,16 +46,19 @@ def check(path: str, old: Any, new: Any, now: Any, workers: tuple[int, int]) -> 
       workers: of the old and of the new state.
     """
     if not isinstance(new, SparseAllreduceState):
-        if now.role is Role.SHARED and np.shape(old) != np.shape(new):
-            raise ValueError(
-                f"opt_state{path} has shape {np.shape(old)}, but fresh_state{path} has "
-                f"{np.shape(new)}. Make fresh_state with the parameters of opt_state."
-            )
         if now.role is not Role.SHARED and not all(workers):
             raise ValueError(
                 f"opt_state{path} holds accumulated gradients that optax_ext.dense has not "
                 "averaged yet, and its state does not record the number of workers. Reshard when "
                 "the accumulators are empty, and take the state around them from fresh_state."
+            )
+        before, after = (
+            _of_worker(np.shape(x), now.rows, n) for x, n in zip((old, new), workers, strict=True)
+        )
+        if before != after:
+            raise ValueError(
+                f"opt_state{path} has shape {before}, but fresh_state{path} has {after}. Make "
+                f"fresh_state with the parameters of opt_state. To go on with other ones, {_APPLY}"
             )
         return
     _host_checks.check_all_rows(f"opt_state{path}", old)
@@ -84,6 +87,13 @@ def check(path: str, old: Any, new: Any, now: Any, workers: tuple[int, int]) -> 
             f"{theirs}, so their units or signs differ. Make both states with complete "
             "optimizers, such as sparse_adamw and sparse_sgd, or none of them."
         )
+
+
+def _of_worker(shape: tuple[int, ...], rows: Rows, workers: int) -> tuple[int, ...]:
+    """The shape of what one worker has in an array with rows."""
+    if rows is Rows.NONE or not shape:
+        return shape
+    return (shape[0] // workers, *shape[1:]) if rows is Rows.JOINED else shape[1:]
 
 
 def _check_parameters(path: str, old: _layout.TreeLayout, new: _layout.TreeLayout) -> None:

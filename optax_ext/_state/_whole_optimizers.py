@@ -14,7 +14,7 @@ import jax
 import optax
 
 from optax_ext._error_feedback._sparse_state import SparseAllreduceState
-from optax_ext._state._wrappers import is_mask
+from optax_ext._state import _wrappers
 
 # States of optax that keep the direction of their inputs, or that hold other states. All others of
 # optax take their inputs for gradients: they divide or accumulate them, take the sign, or estimate
@@ -119,14 +119,10 @@ def _shares_leaves(node: Any, part: Any) -> bool:
 
     Its moments show that. If it has none, it is for all leaves.
     """
-    own = list(map(_present, node))
+    own = list(map(_wrappers.present, node))
     for state in _wholes(part):
-        had = _present(jax.tree.unflatten(state.layout.treedef, state.layout.dense))
+        had = _wrappers.present(jax.tree.unflatten(state.layout.treedef, state.layout.dense))
         alike = [has for has in own if len(has) == len(had)]
         if not alike or any(any(map(lambda a, b: a and b, has, had)) for has in alike):
             return True
     return False
-
-
-def _present(tree: Any) -> list[bool]:
-    return [not is_mask(leaf) for leaf in jax.tree.leaves(tree, is_leaf=is_mask)]

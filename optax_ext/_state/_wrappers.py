@@ -81,6 +81,11 @@ def is_mask(node: Any) -> bool:
     return isinstance(node, optax.MaskedNode)
 
 
+def present(tree: Any) -> list[bool]:
+    """For each leaf of the parameters whether a tree of them has it, and no mask."""
+    return [not is_mask(leaf) for leaf in jax.tree.leaves(tree, is_leaf=is_mask)]
+
+
 def get_states(opt_state: Any) -> list[SparseAllreduceState]:
     """Every :class:`SparseAllreduceState` in ``opt_state``: one for each bucket or group."""
     return list(filter(is_state, jax.tree.leaves(opt_state, is_leaf=is_state)))

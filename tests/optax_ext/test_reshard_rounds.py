@@ -114,6 +114,41 @@ def test_a_group_of_gradients_beside_rounds_keeps_its_sum():
         np.testing.assert_allclose(*(total(x, axis=0) for x in rows), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "around", [lambda tx: optax_ext.multi_steps(tx, 2), optax_ext.delayed], ids=["multi", "delayed"]
+)
+def test_accumulators_around_rounds_keep_the_mean_and_others_the_sum(around):
+    groups = {"r": OPTIMIZERS["every"](), "g": optax_ext.sparse_sgd(0.1, axis="w")}
+    mixed = optax.partition(groups, {"a": "r", "b": "g"})
+    for tx, kept in (
+        (OPTIMIZERS["diloco"](), {"a": np.mean, "b": np.mean}),
+        (OPTIMIZERS["every"](), {"a": np.mean, "b": np.mean}),
+        (mixed, {"a": np.mean, "b": np.sum}),
+        (groups["g"], {"a": np.sum, "b": np.sum}),
+    ):
+        for before, after in ((8, 1), (2, 8), (8, 3)):
+            states = [optax_ext.init_state(around(tx), PARAMS, {"w": n}) for n in (before, after)]
+            old = filled(states[0])
+            new = optax_ext.reshard(old, states[1])
+            for name, total in kept.items():
+                pair = [total(x.acc_grads[name], axis=0) for x in (new, old)]
+                np.testing.assert_allclose(*pair, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["diloco", "local_steps", "multi_steps", "MultiSteps"])
+def test_movements_and_accumulators_of_other_parameters_are_refused(name):
+    tx = OPTIMIZERS["every"]() if "ulti" in name else OPTIMIZERS[name]()
+    if name == "multi_steps":
+        tx = optax_ext.multi_steps(tx, 2)
+    elif name == "MultiSteps":
+        tx = optax.MultiSteps(tx, 2).gradient_transformation()
+    old = optax_ext.init_state(tx, PARAMS, {"w": 2})
+    for shape in ((5, 6), (6, 4)):
+        new = optax_ext.init_state(tx, {**PARAMS, "a": np.zeros(shape, np.float32)}, {"w": 3})
+        with pytest.raises(ValueError, match=r"has shape \(6, 5\)"):
+            optax_ext.reshard(old, new)
+
+
 def loss_fn(params, x):
     return jnp.mean((x @ params["w"] + params["b"][None] - x[:, :4]) ** 2)
 
