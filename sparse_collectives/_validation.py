@@ -75,8 +75,13 @@ def check_number(name: str, value: Any, low: float, high: float) -> float:
 
 
 def _static(value: Any) -> str:
+    if not isinstance(value, jax.Array):
+        return ""
     # optax.inject_hyperparams makes arrays of numbers that static_args= does not name.
-    return ", and static: name it in static_args=" if isinstance(value, jax.Array) else ""
+    return (
+        " of Python, and static (write int or float around an array; with optax.inject_hyperparams "
+        "name it in static_args=)"
+    )
 
 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:

@@ -306,6 +306,17 @@ def check_loss(result: Any, has_aux: bool) -> Any:
             f"loss_fn must return a scalar, got {_described(loss)}. Return the mean over the "
             "examples, as loss.mean() is."
         )
+    if not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+        raise TypeError(
+            f"loss_fn must return a real number, got one of {jnp.result_type(loss)}, which has no "
+            "gradient. For an accuracy or a count return (loss, aux), with has_aux=True."
+        )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(result[1] if has_aux else ()):
+        if not hasattr(leaf, "dtype") and not isinstance(leaf, (bool, int, float, complex)):
+            raise TypeError(
+                f"aux{jax.tree_util.keystr(path)} is {leaf!r:.60}, a {type(leaf).__name__}, and "
+                "auxiliary values are arrays, of which the step returns the means. Leave it out."
+            )
     return result
 
 

@@ -1,8 +1,10 @@
 """A sparse allreduce in the middle of any optimizer that scales gradients."""
 
+import warnings
 from typing import Any, Unpack
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from optax_ext._error_feedback._options import FeedbackOptions, takes
@@ -80,6 +82,7 @@ def sparse_optimizer(
     Raises:
       ValueError: an argument is out of its range.
       ValueError: at ``update``, weight decay without ``params``.
+      ValueError: ``scaling`` turns the sign of a gradient round, as a complete optimizer does.
       TypeError: ``scaling`` is no transformation.
 
     Example:
@@ -98,6 +101,7 @@ def sparse_optimizer(
             f"scaling must be an optax transformation, got {scaling!r}. Write for example "
             "sparse_optimizer(optax.scale_by_rms(), 0.01, axis=...)."
         )
+    _check_sign(scaling)
     return _whole.whole(
         scaling,
         learning_rate,
@@ -113,3 +117,28 @@ def sparse_optimizer(
         every=every,
         **options,
     )
+
+
+def _check_sign(scaling: optax.GradientTransformation) -> None:
+    """Checks the sign of a first update, if that can be computed for any parameters."""
+
+    @jax.jit
+    def first() -> jax.Array:
+        ones = jnp.ones((2, 4))
+        update, _ = scaling.update(ones, scaling.init(ones), ones)
+        return jnp.all(jnp.asarray(update) < 0)
+
+    with warnings.catch_warnings(), jax.ensure_compile_time_eval():
+        warnings.simplefilter("ignore")
+        try:
+            is_turned = bool(first())
+        except Exception:
+            # It needs an axis, other parameters, or arguments of its own.
+            return
+    if is_turned:
+        raise ValueError(
+            "scaling makes negative updates of positive gradients: it is a complete optimizer, "
+            "whose updates have the learning rate and its sign, and sparse_optimizer would climb. "
+            "Give optax.chain(optimizer, optax.scale(-1.0)), with a learning rate of 1.0 in that "
+            "optimizer; or its scaling alone, such as optax.scale_by_adam()."
+        )

@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from optax_ext._error_feedback._roles import Role
 from optax_ext._error_feedback._sparse_state import SparseAllreduceState
 from optax_ext._state import _host_checks, _index, _nnx, _placement, _shards, _wrappers
-from optax_ext._state._residual_tree import residual_tree
+from optax_ext._state._residual_tree import residual_tree, spread
 from sparse_collectives import _axes
 
 
@@ -75,14 +74,19 @@ def check(call: str, params: Any, opt_state: Any) -> None:
 def _check_nothing_moved(params: Any, opt_state: Any) -> None:
     """Checks that no worker has moved since the last exchange.
 
-    What parameters of 16 bits did not take of a common update is left as well, and is the same on
-    every worker.
+    What parameters of 16 bits did not take of a common update is left as well. It is the same on
+    every worker, and at most the last place of a parameter.
     """
-    narrow = any(jnp.result_type(x).itemsize < 4 for x in jax.tree.leaves(params))
     leaves, structure = jax.tree.flatten(opt_state)
-    for leaf, known in zip(leaves, _index.index_of(structure).leaves, strict=True):
-        moves = known.role is Role.MOVED and not isinstance(leaf, Tracer)
-        if moves and bool(jnp.any(leaf != (leaf[:1] if narrow else 0))):
+    found = spread(_index.index_of(structure).moved(leaves), params)
+    for leaf, moved in zip(jax.tree.leaves(params), found, strict=True):
+        if moved is None or isinstance(moved, Tracer) or not moved.size:
+            continue
+        beyond = jnp.max(jnp.abs(moved))
+        if (dtype := jnp.result_type(leaf)).itemsize < 4:
+            place = float(jnp.finfo(dtype).eps) * jnp.max(jnp.abs(leaf)).astype(jnp.float32)
+            beyond = jnp.where(jnp.any(moved != moved[:1]), beyond, beyond - place)
+        if bool(beyond > 0):
             raise ValueError(
                 "opt_state is in the middle of a round of optax_ext.local_steps: the steps of the "
                 "workers since the last exchange are in no residual, and would be lost. Apply them "

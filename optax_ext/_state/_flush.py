@@ -11,7 +11,7 @@ from jax.core import Tracer
 from optax_ext._error_feedback import _buffers, _residual
 from optax_ext._error_feedback._sparse_state import SparseAllreduceState
 from optax_ext._state import _consolidate, _index, _nnx, _placement, _shards, _wrappers
-from optax_ext._state._residual_tree import residual_tree, spread
+from optax_ext._state._residual_tree import check_shapes, residual_tree, spread
 
 
 @_placement.on_auto_axes
@@ -79,6 +79,7 @@ def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
     steps = residual_tree(opt_state, params, _step)
     means = [jax.tree.map(lambda x: jnp.mean(x, axis=0), tree) for tree in index.moved(arrays)]
     moves = spread(means, params)
+    check_shapes(params, moves)
     pairs = zip(jax.tree.leaves(steps), moves, strict=True)
     added = [step if m is None else step.astype(m.dtype) + m for step, m in pairs]
     steps = jax.tree.structure(steps).unflatten(added)
@@ -157,7 +158,7 @@ def _check_nothing_follows(tree: Any) -> None:
         return type(node) is tuple or _wrappers.is_named(node)
 
     def is_around(node: Any) -> bool:
-        # Of optax.contrib.schedule_free and mechanic.
+        # optax.contrib.schedule_free and mechanize have such states.
         return "base_optimizer_state" in getattr(node, "_fields", ())
 
     def is_found(node: Any) -> bool:
@@ -200,7 +201,8 @@ def _check_nothing_follows(tree: Any) -> None:
 
 def _holds(tree: Any) -> bool:
     """Whether a residual with entries, or a movement, is in the tree."""
-    return bool(_wrappers.holding(tree) or _index.of(tree).moves)
+    moves = _index.of(tree).moves
+    return bool(_wrappers.holding(tree) or any(x.stop > x.start for x in moves))
 
 
 def _step(node: SparseAllreduceState) -> Any:

@@ -231,22 +231,18 @@ def _walk(tree: Any, around: _Around, found: _Found) -> None:
             if here.role is Role.SUMMED and not isinstance(child, SparseAllreduceState):
                 # An accumulator around an exchange in rounds is as that exchange is.
                 for number, is_so in zip(jax.tree.leaves(below), _in_rounds(child, below)):
-                    around = found.leaves[number]
-                    found.leaves[number] = around._replace(in_rounds=around.in_rounds or is_so)
+                    made = found.leaves[number]
+                    found.leaves[number] = made._replace(in_rounds=made.in_rounds or is_so)
 
 
 def _in_rounds(node: Any, accumulator: Any) -> list[bool]:
     """Which leaves of an accumulator in ``node`` go to an exchange in rounds inside of it."""
-
-    def moves(node: Any) -> bool:
-        return any(x.role is Role.MOVED for x in _roles.FIELDS.get(type(node), {}).values())
-
     inside = [
         jax.tree.unflatten(state.layout.treedef, state.layout.dense)
         for state in _wrappers.get_states(node)
         if state.settings.every > 1
     ]
-    inside += [x.moved for x in filter(moves, jax.tree.leaves(node, is_leaf=moves))]
+    inside += [state.moved for state in _wrappers.moving(node)]
     own, parts = _wrappers.present(accumulator), list(map(_wrappers.present, inside))
     # Buckets have trees of their own.
     whole = any(len(part) != len(own) for part in parts)

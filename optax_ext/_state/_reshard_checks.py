@@ -42,7 +42,7 @@ def check(path: str, old: Any, new: Any, now: Any, workers: tuple[int, int]) -> 
       path: of both.
       old: a node of the old state.
       new: a node of the new one.
-      now: what the index knows about it.
+      now: its entry in the index.
       workers: of the old and of the new state.
     """
     if not isinstance(new, SparseAllreduceState):

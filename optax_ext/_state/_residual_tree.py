@@ -38,13 +38,18 @@ def residual_tree(
         jnp.zeros_like(leaf) if part is None else part
         for leaf, part in zip(leaves, found, strict=True)
     ]
-    for (path, leaf), part in zip(jax.tree_util.tree_leaves_with_path(params), whole, strict=True):
-        if np.shape(leaf) != np.shape(part):
+    check_shapes(params, whole)
+    return jax.tree.unflatten(treedef, whole)
+
+
+def check_shapes(params: Any, parts: list[Any]) -> None:
+    """Checks that parts of a state, one for each leaf or None, have the shapes of parameters."""
+    for (path, leaf), part in zip(jax.tree_util.tree_leaves_with_path(params), parts, strict=True):
+        if part is not None and np.shape(leaf) != np.shape(part):
             raise ValueError(
                 f"params{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}, but opt_state was "
                 f"made for one of shape {np.shape(part)}. Give the parameters that go with it."
             )
-    return jax.tree.unflatten(treedef, whole)
 
 
 def spread(trees: Iterable[Any], params: Any) -> list[Any]:

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 from optax_ext._error_feedback._dense_state import DenseState
+from optax_ext._error_feedback._roles import FIELDS, Role
 from optax_ext._error_feedback._sparse_state import SparseAllreduceState
 
 _REFUSED = {
@@ -49,7 +50,7 @@ def is_state(node: Any) -> bool:
 def is_named(node: Any) -> bool:
     """Whether it may be the state of an ``optax.named_chain``, whose order the state does not say.
 
-    The groups of ``optax.partition`` are in a dictionary as well, of which :func:`groups` knows.
+    The groups of ``optax.partition`` are in a dictionary as well, which :func:`groups` finds.
     """
     return type(node) is dict
 
@@ -92,8 +93,18 @@ def get_states(opt_state: Any) -> list[SparseAllreduceState]:
 
 
 def holding(tree: Any) -> list[SparseAllreduceState]:
-    """Those of :func:`get_states` that have a residual with entries."""
+    """The states of :func:`get_states` that have a residual with entries."""
     return [state for state in get_states(tree) if state.layout.size]
+
+
+def moving(tree: Any) -> list[Any]:
+    """The states in which workers move on their own, such as the state of ``local_steps``."""
+    return list(filter(is_moving, jax.tree.leaves(tree, is_leaf=is_moving)))
+
+
+def is_moving(node: Any) -> bool:
+    """Whether it is one of the states of :func:`moving`."""
+    return any(x.role is Role.MOVED for x in FIELDS.get(type(node), {}).values())
 
 
 def _nodes(tree: Any, kinds: tuple[type, ...]) -> list[Any]:

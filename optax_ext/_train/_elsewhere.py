@@ -21,8 +21,14 @@ def check(exchange_mesh: Mesh, mesh: Mesh) -> None:
     """Checks that each worker has a separate device on either mesh, in one process.
 
     Raises:
+      TypeError: ``exchange_mesh`` is no mesh.
       ValueError: the shapes differ, a device is in both meshes, or the processes differ.
     """
+    if not isinstance(exchange_mesh, Mesh):
+        raise TypeError(
+            f"exchange_mesh must be a jax.sharding.Mesh, got {exchange_mesh!r:.60}. Give one of "
+            "other devices, with the axes of mesh."
+        )
     if dict(exchange_mesh.shape) != dict(mesh.shape):
         raise ValueError(
             f"exchange_mesh has the axes {dict(exchange_mesh.shape)}, and mesh has "

@@ -12,7 +12,7 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from optax_ext._error_feedback import _sparse_state, _trace_checks
-from optax_ext._state import _index, _specs
+from optax_ext._state import _index, _specs, _wrappers
 from optax_ext._state._residual_tree import ahead
 from optax_ext._train import _common, _weights
 from sparse_collectives import AxisName, _axes, transport
@@ -142,6 +142,8 @@ class Step(NamedTuple):
         The loss is the mean over the workers, or of each if they take steps on their own. If it is
         given, ``before(opt_state, *more)`` is the state for the step; ``more`` has the ``specs``.
         """
+        if workers.of_each:
+            _check_no_reader(opt_state)
 
         def of_worker(params: Any, opt_state: Any, made: Any, *more: Any) -> Any:
             loss, gradients = _sparse_state.without_lead(made)
@@ -184,3 +186,29 @@ class Step(NamedTuple):
 
 def _ascent(gradient: Any) -> Any:
     return jnp.conj(gradient) if jnp.iscomplexobj(gradient) else gradient
+
+
+# States of optax's transformations that read ``value=``.
+_READERS = {
+    *("ReduceLROnPlateauState", "MomoState", "MomoAdamState"),
+    *("ScaleByBacktrackingLinesearchState", "ScaleByZoomLinesearchState"),
+}
+
+
+def _check_no_reader(opt_state: Any) -> None:
+    """Checks that nothing outside of a worker's own steps depends on its own loss."""
+
+    def is_reader(node: Any) -> bool:
+        return type(node).__name__ in _READERS
+
+    def is_found(node: Any) -> bool:
+        return is_reader(node) or _wrappers.is_state(node) or _wrappers.is_moving(node)
+
+    for node in filter(is_reader, jax.tree.leaves(opt_state, is_leaf=is_found)):
+        name = type(node).__name__.removesuffix("State")
+        raise ValueError(
+            f"tx has {name} next to an exchange in rounds (every=, or local steps): it reads the "
+            "loss, which in a round each worker has of its own, so that the workers would come to "
+            "have different parameters. Give a schedule of the learning rate instead, or put it "
+            "into inner of optax_ext.local_steps."
+        )

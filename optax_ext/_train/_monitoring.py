@@ -71,7 +71,11 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
         "skipped": largest.skipped,
         "dropped": sum(state.dropped for state in states),
         "withheld": sum(state.withheld for state in states),
-        "missed": sum(sum(jnp.sum(x) for x in jax.tree.leaves(state.missed)) for state in states),
+        "missed": sum(
+            jnp.sum(x)
+            for state in (*states, *_wrappers.moving(opt_state))
+            for x in jax.tree.leaves(state.missed)
+        ),
         "copied": jnp.sum(_owner.has_left_out(largest.owner)) + _absent(largest),
         "clipped": _clipped(states),
         "effective_density": jnp.mean(info.selected) / max(size, 1),

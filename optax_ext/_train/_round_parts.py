@@ -92,6 +92,12 @@ def _check(mesh: Mesh, opt_state: Any, batches: Any) -> None:
     """Checks that these arguments make a round."""
     index = _index.of(opt_state)
     every = index.every
+    if index.moves:
+        raise ValueError(
+            "tx of optax_ext.make_train_round has local_steps, or DiLoCo or another variant of it, "
+            "which counts the steps of its rounds itself. Use it in optax_ext.make_train_step, or "
+            "give make_train_round optax_ext.sparse_adamw(rate, every=10, axis=...)."
+        )
     if len(every) != 1 or every == (1,) or not index.only_sparse:
         raise ValueError(
             "tx of optax_ext.make_train_round must have the same every=, greater than 1, in all of "

@@ -65,7 +65,18 @@ def _is_ready(x: Any) -> bool:
 
 
 def _counters(opt_state: Any) -> list[jax.Array]:
-    """``count``, ``skipped``, and ``missed`` of the workers of this process, of one reduction."""
+    """``count``, ``skipped``, and ``missed`` of the workers of this process, of one reduction.
+
+    Local steps around a reduction count for it.
+    """
+    for state in _wrappers.moving(opt_state):
+        if hasattr(state.missed, "addressable_shards"):
+            count = state.count.addressable_shards[0].data
+            return [
+                count,
+                jnp.zeros_like(count),
+                *(x.data for x in state.missed.addressable_shards),
+            ]
     for state in _wrappers.reductions(opt_state):
         sparse = _wrappers.is_state(state)
         arrays = [state.count, state.skipped, *jax.tree.leaves(state.missed if sparse else ())]

@@ -69,6 +69,7 @@ class Member:
         self.number, self.params, self._delivered = self._patiently(self._run.enter, params)
         # Snapshots have a thread of their own, so that rounds do not wait for them.
         pool = concurrent.futures.ThreadPoolExecutor
+        self._closed = False
         self._pool, self._snapshots = pool(1, "round"), pool(1, "snapshot")
         # The newest snapshot that was not stored yet.
         self._unstored: collections.deque[Snapshot] = collections.deque(maxlen=1)
@@ -83,6 +84,11 @@ class Member:
 
     def exchange(self, vector: np.ndarray, tokens: int, wait: bool) -> np.ndarray:
         """As :meth:`Site.exchange`, of vectors."""
+        if self._closed:
+            raise ValueError(
+                "this site is closed: make another optax_ext.sites.Site of the same name, which "
+                "goes on with the run."
+            )
         vector = self.finish(vector)
         moved = self._moved(vector)
         self._unsent = min(self._unsent - self._failed + tokens, MOST_TOKENS - 1)
@@ -104,6 +110,7 @@ class Member:
 
     def close(self) -> None:
         """Waits for writes that are under way."""
+        self._closed = True
         self._pool.shutdown()
         self._snapshots.shutdown()
 

@@ -189,7 +189,7 @@ class Site:
         return self._after(lambda member: member.finish(vector), params)
 
     def close(self) -> None:
-        """Waits for writes that are under way."""
+        """Waits for writes that are under way; a closed site takes part in no other round."""
         if self._member is not None:
             self._member.close()
 

@@ -332,3 +332,49 @@ def test_a_leaf_that_is_no_array_is_named(leaf):
     tx, params = optax_ext.sparse_sgd(0.1, axis="data"), {"w": jnp.ones(4), "act": leaf}
     with pytest.raises(TypeError, match=r"^params\['act'\] is .*, and no array.*nnx\.state"):
         optax_ext.init_state(tx, params, {"data": 2})
+
+
+@pytest.mark.parametrize("rounds", ["every", "local_steps"])
+def test_what_reads_the_loss_next_to_rounds_is_named(rounds):
+    tx = optax_ext.sparse_sgd(0.1, axis="data", every=2)
+    if rounds == "local_steps":
+        tx = optax_ext.published.diloco(optax.sgd(0.1), axis="data", every=2)
+    tx = optax.chain(tx, optax.contrib.reduce_on_plateau())
+    on, params = mesh(2), {"w": jnp.ones((4, 2))}
+    state = optax_ext.init_state(tx, params, on)
+
+    def loss_fn(params, x):
+        return jnp.mean((x @ params["w"]) ** 2)
+
+    for check_vma in (True, False):
+        step = optax_ext.make_train_step(loss_fn, tx, on, check_vma=check_vma)
+        message = "ReduceLROnPlateau next to an exchange in rounds"
+        refused(message, step, params, state, np.ones((4, 4), np.float32))
+
+
+def test_a_batch_loss_or_auxiliary_value_that_can_not_be():
+    tx, on, params = optax_ext.sparse_sgd(0.1, axis="data"), mesh(2), {"w": jnp.ones((4, 2))}
+    state, batch = optax_ext.init_state(tx, params, on), np.ones((4, 4), np.float32)
+
+    def result_of(loss_fn, batch=batch, **options):
+        step = optax_ext.make_train_step(loss_fn, tx, on, donate=False, **options)
+        return step(params, state, batch)
+
+    def mean(params, x):
+        return jnp.mean((x @ params["w"]) ** 2)
+
+    refused("no examples in it", result_of, mean, batch[:0])
+    for loss_fn in (
+        lambda p, x: mean(p, x).astype(int),
+        lambda p, x: mean(p, x).astype(jnp.complex64),
+    ):
+        with pytest.raises(TypeError, match="must return a real number, got one of"):
+            result_of(loss_fn)
+    with pytest.raises(TypeError, match=r"aux\['text'\] is 'hello', a str"):
+        result_of(lambda p, x: (mean(p, x), {"text": "hello"}), has_aux=True)
+    with pytest.raises(TypeError, match="exchange_mesh must be a jax.sharding.Mesh"):
+        optax_ext.make_train_round(mean, tx, on, exchange_mesh="x")
+    local = optax_ext.published.diloco(optax.sgd(0.1), axis="data", every=2)
+    step = optax_ext.make_train_round(mean, local, on)
+    given = optax_ext.init_state(local, params, on)
+    refused("counts the steps of its rounds itself", step, params, given, np.ones((2, 4, 4)))

@@ -240,9 +240,23 @@ def test_flush_moves_to_the_mean_of_the_workers_models_and_loses_nothing(dtype, 
             refused(message, optax_ext.consolidate, params, state)
         optax_ext.consolidate(flushed, left)
     if not options:
-        # A whole round: only what 16 bits did not take is left, and moves nothing by itself.
+        # A whole round: only what 16 bits did not take is left.
         optax_ext.consolidate(params, state)
     train(tx, loss_fn, flushed, [batch_of()], mesh(), state=left)
+
+
+def test_a_movement_that_is_no_rounding_error_or_of_other_parameters_is_refused():
+    outer = optax.chain(optax_ext.dense(axis="data"), optax.sgd(1.0))
+    tx = optax_ext.local_steps(optax.sgd(0.1), outer, every=2)
+    params = {"a": jnp.ones(7, jnp.bfloat16)}
+    for workers in (1, 2):
+        state = optax_ext.init_state(tx, params, {"data": workers})
+        # The workers may have moved alike.
+        moved = state._replace(moved={"a": jnp.full((workers, 7), -0.5)})
+        refused("in the middle of a round", optax_ext.consolidate, params, moved)
+        optax_ext.consolidate(params, state._replace(moved={"a": jnp.full((workers, 7), 1e-4)}))
+        for other in ({"a": jnp.ones(1)}, {"a": jnp.ones((7, 1))}):
+            refused(r"params\['a'\] has shape", optax_ext.flush, other, moved)
 
 
 def test_flush_refuses_an_update_that_is_on_its_way():

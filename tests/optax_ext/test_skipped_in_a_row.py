@@ -46,6 +46,7 @@ WAYS = {
     "step": (by_step, None, "all workers skipped 10 steps"),
     "every": (by_step, 2, "a worker left out its 10 steps"),
     "round": (by_round, 2, "a worker left out its 20 steps"),
+    "local steps": (by_step, None, "a worker left out its 10 steps"),
     "data_parallel": (by_data_parallel, None, "all workers skipped 10 steps"),
 }
 
@@ -53,6 +54,8 @@ WAYS = {
 def warned(way, batches):
     make, every, _ = WAYS[way]
     tx = optax_ext.sparse_sgd(0.1, density=0.5, axis="data", every=every)
+    if way == "local steps":
+        tx = optax_ext.published.sparse_loco(optax.sgd(0.1), density=0.5, axis="data", every=2)
     if way == "dense":
         tx = optax.chain(optax_ext.dense(axis="data"), optax.sgd(0.1))
     state, step = optax_ext.init_state(tx, PARAMS, MESH), make(tx)

@@ -1,5 +1,7 @@
 """A scaling on each worker before a sparse exchange: what it equals, rounds, and errors."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -93,3 +95,14 @@ def test_what_is_no_scaling_is_refused():
     refused("gain must be greater than 0", sparse, optax.identity(), gain=0.0)
     refused("limit must be", sparse, optax.identity(), limit=-1.0)
     refused("density", sparse, optax.identity(), density=0.0)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [optax.sgd(0.1), optax.adam(0.1), optax.contrib.muon(1.0), optax.lion(0.1), optax.rmsprop(0.1)],
+)
+def test_a_complete_optimizer_is_no_scaling(optimizer):
+    for every in (None, 10):
+        make = functools.partial(optax_ext.sparse_optimizer, axis="data", every=every)
+        refused("complete optimizer.*would climb.*optax.scale", make, optimizer, 0.1)
+        make(optax.chain(optimizer, optax.scale(-1.0)), 0.1)

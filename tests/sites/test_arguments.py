@@ -54,6 +54,8 @@ def test_parameters_that_are_none():
     one = site(memory())
     with pytest.raises(ValueError, match=r"another model: 3 entries.*params\['a'\] is"):
         one.exchange({"a": np.zeros(3, np.float32)}, tokens=1)
+    with pytest.raises(ValueError, match="tokens must be .*write int or float around an array"):
+        one.exchange(PARAMS, tokens=jax.numpy.int32(4))
     bad = moved(PARAMS, 0)
     bad["b"][3] = np.nan
     with pytest.raises(ValueError, match="params are not finite, and nothing was sent"):
@@ -86,3 +88,10 @@ def test_a_change_that_float32_can_not_hold_is_an_error_at_once():
 def test_arguments_of_another_type(options, message):
     with pytest.raises(TypeError, match=message):
         site(**{"store": memory(), **options})
+
+
+def test_a_closed_site_takes_part_in_no_round():
+    one = site(memory())
+    one.close()
+    with pytest.raises(ValueError, match="this site is closed.*of the same name"):
+        one.exchange(PARAMS, tokens=1)
