@@ -102,8 +102,10 @@ def takes(*options: Any) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
                         f"{function.__name__}() got an unexpected keyword argument {name!r}.{hint} "
                         f"It takes {', '.join(known)}."
                     )
-            given = {name: x for name, x in kwargs.items() if x is not None or name not in numbers}
-            return function(*args, **given)
+            for name in numbers:
+                if kwargs.get(name, 0) is None:
+                    del kwargs[name]
+            return function(*args, **kwargs)
 
         made = signature.replace(parameters=list(known.values()))
         checked.__signature__ = made  # pyright: ignore[reportAttributeAccessIssue]

@@ -4,6 +4,7 @@ import numbers
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
@@ -233,7 +234,7 @@ def _declared(name: str, text: str | None) -> str:
 
 
 def _described(shape: tuple[int, ...], dtype: Any) -> str:
-    name = dtype if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype).name
+    name = dtype if jnp.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype).name
     return f"{name}[{','.join(map(str, shape))}]"
 
 

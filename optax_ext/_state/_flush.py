@@ -45,7 +45,8 @@ def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
         optimizer after the allreduce instead).
       ValueError: an update of :func:`local_steps` is on its way (``delay=``).
       ValueError: a transformation follows the optimizer in its chain, such as a mask that freezes
-        leaves, which would be left out; or one around it makes updates of its own, as
+        leaves, which would be left out.
+      ValueError: a wrapper around the optimizer makes updates of its own, as
         ``optax.contrib.schedule_free`` does.
       ValueError: as :func:`consolidate`.
 

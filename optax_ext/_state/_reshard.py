@@ -134,7 +134,7 @@ def _like_key(moved: Any, like: Any) -> Any:
 
 
 def _is_key(x: Any) -> bool:
-    return jnp.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key)
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _parts(opt_state: Any) -> tuple[list[tuple[Any, Any]], list[Any], Any]:

@@ -78,7 +78,7 @@ class Places:
         self._params = tuple(params)
         self._states = tuple(states)
         self._batch = batch
-        self._devices = set(batch.mesh.devices.flat)
+        self._devices = batch.device_set
         self.sharded = sharded
 
     def __hash__(self) -> int:
