@@ -25,7 +25,7 @@ FOLDER = ROOT / "docs" / "images"
 DRAWN = {
     "learning_time_minutes.png": (_losses.loss_against_time, 3.9),
     "learning_late.png": (_losses.loss_against_late_time, 3.9),
-    "learning_bytes.png": (_losses.loss_against_bytes, 10.5),
+    "learning_bytes.png": (_losses.loss_against_bytes, 12),
     "chaos.png": (_losses.loss_with_deaths, 3.9),
     "network.png": (_steps.parts_of_steps, 3.2),
     "scaling.png": (_steps.predicted_steps, 3.7),

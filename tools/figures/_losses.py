@@ -88,7 +88,7 @@ def loss_against_late_time(figure: Figure) -> None:
 
 def loss_against_bytes(figure: Figure) -> None:
     """The losses of the tables, each with its name, of a wide and a narrow model."""
-    wide, narrow = figure.subplots(2, height_ratios=(1.35, 1.25))
+    wide, narrow = figure.subplots(2, height_ratios=(1.75, 1.25))
     _panel_of_bytes(wide, 128, (0.12, 30_000), (1.52, 1.77))
     _panel_of_bytes(narrow, 32, (0.03, 4000), (1.72, 2.08))
     narrow.set_xlabel("MB that a worker receives in 4,000 steps")
