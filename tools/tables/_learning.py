@@ -138,7 +138,10 @@ def table_loss_by_bytes() -> Rows:
     dense, *others = losses_by_bytes(128)
     shown = [x for x in others if x.name not in LABELS["loss_by_bytes_left_out"]["names"]]
     shown.sort(key=lambda one: -one.words)
-    rows = [[x.shown, _above(x, dense), f"1/{dense.words / x.words:,.0f}".removesuffix("/1")] for x in shown]
+    rows = [
+        [x.shown, _above(x, dense), f"1/{dense.words / x.words:,.0f}".removesuffix("/1")]
+        for x in shown
+    ]
     return [[dense.shown, f"0 (loss {dense.mean:.3f})", "1"], *rows]
 
 
