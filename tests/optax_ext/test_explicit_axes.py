@@ -76,7 +76,7 @@ def test_a_batch_that_is_on_the_explicit_mesh(spec):
     check_close(found, expected("sparse_adamw"))
 
 
-@pytest.mark.parametrize("which", ["params", "batch", "both"])
+@pytest.mark.parametrize("which", ["params", *map(slow, ("batch", "both"))])
 @pytest.mark.parametrize("way", ["make_train_step", "data_parallel"])
 def test_results_are_on_the_axes_of_the_arrays(which, way):
     """So that the program can compute with results and with arrays that it has placed itself."""
@@ -130,7 +130,7 @@ def test_functions_of_a_state_take_it(use):
     assert bits(found) == bits(function(*auto[:2]))
 
 
-@pytest.mark.parametrize("on", [mesh(), EXPLICIT], ids=["auto", "explicit"])
+@pytest.mark.parametrize("on", [mesh(), slow(EXPLICIT)], ids=["auto", "explicit"])
 @pytest.mark.parametrize("around", AROUND)
 def test_a_scan_around_a_step_trains_as_the_loop(on, around):
     tx = TX["sparse_adamw"]()

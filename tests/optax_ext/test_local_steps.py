@@ -22,6 +22,7 @@ from tests.optax_ext.helpers import (
     refused,
     run,
     same,
+    slow,
     train,
 )
 
@@ -219,7 +220,7 @@ def test_joined_leaves_are_one_sum_with_the_same_result():
 
 @pytest.mark.usefixtures("default_promotion")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("options", [{}, {"fragments": 2}, {"mixing": 0.5}], ids=str)
+@pytest.mark.parametrize("options", [{}, *map(slow, ({"fragments": 2}, {"mixing": 0.5}))], ids=str)
 def test_flush_moves_to_the_mean_of_the_workers_models_and_loses_nothing(dtype, options):
     params = jax.tree.map(lambda x: jnp.asarray(x, dtype), PARAMS)
     outer = optax.chain(optax_ext.dense(axis="data"), optax.sgd(1.0))
