@@ -9,7 +9,7 @@ from jax.core import Tracer
 
 from optax_ext._error_feedback._sparse_state import SparseAllreduceState
 from optax_ext._state import _host_checks, _index, _nnx, _placement, _shards, _wrappers
-from optax_ext._state._residual_tree import residual_tree, spread
+from optax_ext._state._residual_tree import check_shapes, residual_tree, spread
 from sparse_collectives import _axes
 
 
@@ -79,6 +79,7 @@ def _check_nothing_moved(params: Any, opt_state: Any) -> None:
     """
     leaves, structure = jax.tree.flatten(opt_state)
     found = spread(_index.index_of(structure).moved(leaves), params)
+    check_shapes(params, [None if moved is None else moved[0] for moved in found])
     for leaf, moved in zip(jax.tree.leaves(params), found, strict=True):
         if moved is None or isinstance(moved, Tracer) or not moved.size:
             continue

@@ -309,7 +309,7 @@ def check_batch(batch: Any, mesh: Mesh, axis: AxisName) -> None:
                 f"{axis!r} along its leading dimension. Give one for each worker, "
                 f"jax.numpy.full({workers}, x), and take {name}[0] in the loss."
             )
-        if not math.prod(shape):
+        if not shape[0]:
             raise ValueError(
                 f"{name} has shape {shape}: there are no examples in it, and the mean over none is "
                 "not a number. Leave such a batch out."

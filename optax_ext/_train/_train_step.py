@@ -146,8 +146,8 @@ def _tell_of_rounds(opt_state: Any) -> None:
         after = f"after {every}, {2 * every}, ... steps" if every > 1 else "at the end of a round"
         log.warning(
             "tx lets the workers take steps of their own between its exchanges, and params change "
-            "at an exchange only: evaluate and save them %s. At another step of sparse_adamw or "
-            "sparse_sgd, evaluate optax_ext.flush(params, opt_state)[0].",
+            "at an exchange only: evaluate and save them %s. At another step evaluate "
+            "optax_ext.flush(params, opt_state)[0].",
             after,
         )
 

@@ -364,6 +364,8 @@ def test_a_batch_loss_or_auxiliary_value_that_can_not_be():
         return jnp.mean((x @ params["w"]) ** 2)
 
     refused("no examples in it", result_of, mean, batch[:0])
+    # Examples without entries are examples.
+    result_of(lambda p, x: mean(p, x[0]) + x[1].sum(), (batch, np.ones((4, 0), np.float32)))
     for loss_fn in (
         lambda p, x: mean(p, x).astype(int),
         lambda p, x: mean(p, x).astype(jnp.complex64),

@@ -256,8 +256,13 @@ def test_a_movement_that_is_no_rounding_error_or_of_other_parameters_is_refused(
         moved = state._replace(moved={"a": jnp.full((workers, 7), -0.5)})
         refused("in the middle of a round", optax_ext.consolidate, params, moved)
         optax_ext.consolidate(params, state._replace(moved={"a": jnp.full((workers, 7), 1e-4)}))
-        for other in ({"a": jnp.ones(1)}, {"a": jnp.ones((7, 1))}):
-            refused(r"params\['a'\] has shape", optax_ext.flush, other, moved)
+        for other in (
+            {"a": jnp.ones(1)},
+            {"a": jnp.ones((7, 1))},
+            {"a": jnp.ones(0, jnp.bfloat16)},
+        ):
+            for function in (optax_ext.flush, optax_ext.consolidate):
+                refused(r"params\['a'\] has shape", function, other, moved)
 
 
 def test_flush_refuses_an_update_that_is_on_its_way():
