@@ -22,6 +22,15 @@ def open_jaxpr(x: Any) -> tuple[Any, Sequence[Any]]:
     return (x.jaxpr, x.consts) if hasattr(x, "consts") else (x, ())
 
 
+def counts_of_scan(eqn: Any) -> tuple[int, int]:
+    """How many operands of a ``scan`` are its constants, and how many are carried on."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    # jax 0.12 has trees of the operands instead.
+    constants, carry, *_ = (len(tree.vals) for tree in eqn.params["ft_in"].unpack())
+    return constants, carry
+
+
 def evaluated(closed: Any, arguments: Sequence[Any]) -> list[Any]:
     """The results of a closed jaxpr."""
     from jax.extend import core  # Slow to import, and not needed by most programs.

@@ -169,7 +169,8 @@ def _results(eqn: Any, inputs: list[int], name: Any) -> list[int]:
         whole = params.get("axis_index_groups") is None
         return [_SUMMED if eqn.primitive.name in _REDUCTIONS and whole else _DIFFERS] * count
     if eqn.primitive.name == "scan":
-        fixed, end = params["num_consts"], params["num_consts"] + params["num_carry"]
+        fixed, carried = _jaxprs.counts_of_scan(eqn)
+        end = fixed + carried
         results = _loop(params["jaxpr"], inputs[:fixed], inputs[fixed:end], inputs[end:], name)
         # Without a turn, the carried values are those at the start.
         begin = [*inputs[fixed:end], *[0] * (count - end + fixed)]

@@ -52,7 +52,8 @@ def is_named(node: Any) -> bool:
 
     The groups of ``optax.partition`` are in a dictionary as well, which :func:`groups` finds.
     """
-    return type(node) is dict
+    # An OrderedDict since optax 0.2.8.
+    return isinstance(node, dict)
 
 
 def groups(node: Any) -> dict[Any, Any] | None:

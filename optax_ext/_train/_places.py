@@ -140,15 +140,22 @@ class Places:
 
         return jax.tree.map(reached, batch)
 
-    def on_auto_axes(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
-        """Both with the axis types that a mapped function can leave to the compiler."""
+    def on_auto_axes(self, params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, Any]:
+        """All with the axis types that a mapped function can leave to the compiler."""
         if not self.explicit:
-            return params, opt_state
+            return params, opt_state, batch
         auto = _placement.with_auto_axes(self.mesh)
+
+        def typed(x: Any) -> Any:
+            here = jax.typeof(x).sharding
+            explicit = AxisType.Explicit in here.mesh.axis_types
+            return jax.device_put(x, NamedSharding(auto, here.spec)) if explicit else x
+
         places = (
             [NamedSharding(auto, x.spec) for x in each] for each in (self._params, self._states)
         )
-        return tuple(map(_put, (params, opt_state), map(tuple, places)))
+        params, opt_state = map(_put, (params, opt_state), map(tuple, places))
+        return params, opt_state, jax.tree.map(typed, batch)
 
     def constrain(self, results: tuple[Any, ...], others: PartitionSpec) -> tuple[Any, ...]:
         """Parameters and state of a step, in the places of the previous ones.

@@ -120,7 +120,7 @@ def make_train_round(
 def _begin(params: Any, opt_state: Any, batches: Any, places: Any) -> tuple[Any, Any, Any]:
     """The arguments of a round as its parts take them."""
     if places is not None:
-        params, opt_state = places.on_auto_axes(params, opt_state)
+        return places.on_auto_axes(params, opt_state, batches)
     return params, opt_state, batches
 
 

@@ -115,7 +115,7 @@ def make_train_step(
         # With sharded parameters the compiler handles the other axes.
         sharded = places is not None and places.sharded
         if places is not None:
-            params, opt_state = places.on_auto_axes(params, opt_state)
+            params, opt_state, batch = places.on_auto_axes(params, opt_state, batch)
         workers = _mapped.Workers.of(opt_state, sharded=sharded)
         if weighted and workers.of_each:
             raise ValueError(
