@@ -108,10 +108,14 @@ def _optimizers(tree: Any) -> list[Any]:
 
 
 def _is_sgd(part: Any) -> bool:
-    """Whether it is a chain that keeps nothing but a count of steps, as ``optax.sgd`` does."""
+    """Whether it is a chain that keeps nothing but a count of steps, as ``optax.sgd`` does.
+
+    It may begin with an average, as ``optax.signum`` does.
+    """
     kinds = optax.EmptyState | optax.ScaleByScheduleState | optax.AddNoiseState
     is_chain = type(part) is tuple and bool(part)
-    return is_chain and all(isinstance(x, kinds) or _is_sgd(x) for x in part)
+    rest = part[1:] if is_chain and isinstance(part[0], optax.EmaState) else part
+    return is_chain and bool(rest) and all(isinstance(x, kinds) or _is_sgd(x) for x in rest)
 
 
 def _shares_leaves(node: Any, part: Any) -> bool:

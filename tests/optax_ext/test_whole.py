@@ -98,6 +98,31 @@ def test_what_is_behind_a_whole_one(name, behind):
     check(optax.chain(WHOLE[name], (OPTIMIZERS | LEGITIMATE)[behind]()))
 
 
+def made(factory):
+    """What a function of optax makes from a learning rate or from nothing, or None."""
+    for given in ((0.1,), ()):
+        try:
+            tx = factory(*given)
+            tx.init(PARAMS)
+        except Exception:  # It needs something else.
+            continue
+        return tx
+    return None
+
+
+def test_every_optimizer_of_optax_behind_a_whole_one():
+    of_optax = [
+        *(f for f in vars(optax).values() if getattr(f, "__module__", "") == optax.sgd.__module__),
+        *(getattr(optax.contrib, name) for name in dir(optax.contrib) if name[0] != "_"),
+    ]
+    legitimate = (optax.contrib.reduce_on_plateau, getattr(optax.contrib, "normalize", None))
+    found = {f.__name__: made(f) for f in of_optax if callable(f) and f not in legitimate}
+    found = {name: tx for name, tx in found.items() if isinstance(tx, optax.GradientTransformation)}
+    assert len(found) > 40
+    for tx in found.values():
+        refuses(optax.chain(WHOLE["sparse_sgd"], tx))
+
+
 @pytest.mark.parametrize("name", WHOLE)
 def test_a_chain_in_front_that_turns_gradients_round(name):
     refuses(optax.chain(optax.sgd(0.1), WHOLE[name]))
