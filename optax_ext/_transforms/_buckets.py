@@ -64,7 +64,9 @@ def bucketed(
 
     def parts(tree: Any) -> list[Any]:
         sizes = [leaf.size for leaf in jax.tree.leaves(tree)]
-        return _groups.parts(tree, _groups.grouped(sizes, buckets, [None] * len(sizes)))
+        # Without leaves one empty bucket, by which what is around it finds an exchange in it.
+        groups = _groups.grouped(sizes, buckets, [None] * len(sizes)) or [[]]
+        return _groups.parts(tree, groups)
 
     def init(params: Any) -> BucketedState:
         return BucketedState(tuple(tx.init(part) for part in parts(params)))

@@ -241,10 +241,34 @@ def test_flush_takes_arrays_from_anywhere(kind):
     refused(r"params\['b'\] has shape \(5,\)", optax_ext.flush, {**params, "b": jnp.ones(5)}, state)
 
 
+BUCKETS = optax_ext.bucketed(optax_ext.topk_a(0.25, axis="data"), 2)
+UNUSED = {
+    "sparse": optax_ext.sparse_sgd(0.2, axis="data", density=0.25),
+    "buckets": optax.chain(BUCKETS, optax.sgd(0.1)),
+    "dense buckets": optax.chain(optax_ext.dense(axis="data", buckets=2), optax.sgd(0.1)),
+}
+WRAPPED = {
+    "alone": lambda tx: tx,
+    "multi_steps": lambda tx: optax_ext.multi_steps(tx, 2),
+    "delayed": optax_ext.delayed,
+    "local_steps": lambda tx: optax_ext.local_steps(optax.sgd(0.1), tx, every=2),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPED)
+@pytest.mark.parametrize("name", UNUSED)
+def test_a_group_without_leaves_may_have_any_exchange(name, wrapper):
+    groups = {"t": TX, "unused": WRAPPED[wrapper](UNUSED[name])}
+    tx = optax.partition(groups, {"w": "t", "b": "t"})
+    state = optax_ext.init_state(tx, PARAMS, mesh())
+    optax_ext.reshard(state, optax_ext.init_state(tx, PARAMS, mesh(2)))
+    same(optax_ext.flush(PARAMS, state)[0], PARAMS)
+
+
 @pytest.mark.parametrize("where", ["a group", "dense leaves"])
 def test_an_exchange_without_leaves_is_flushed_and_resharded(where):
     if where == "a group":
-        groups = {"t": TX, "unused": optax_ext.sparse_sgd(0.2, axis="data", density=0.25)}
+        groups = {"t": TX, "unused": optax_ext.multi_steps(UNUSED["buckets"], 2)}
         tx = optax.partition(groups, {"w": "t", "b": "t"})
     else:
         tx = optax_ext.sparse_sgd(
