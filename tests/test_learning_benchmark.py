@@ -9,13 +9,23 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import sparse_collectives as sc
 from benchmarks._common import options
-from benchmarks.learning import _clock, _contestants, _tasks, step_times, steps, time
+from benchmarks.learning import (
+    _clock,
+    _contestants,
+    _optimizers,
+    _tasks,
+    optimizers,
+    step_times,
+    steps,
+    time,
+)
 from benchmarks.learning._contestants import AXIS, DENSE, NOTHING, contestants
-from benchmarks.training._simulated_training import Curve, train
+from benchmarks.training._simulated_training import Curve, start_of, train
 from benchmarks.training._small_tasks import word_task
 from tests.programs import refused
 
@@ -297,3 +307,14 @@ def test_grid_is_stored_by_rate_and_seed(tmp_path, text, of_steps):
     keys = [(run["rate"], run["seed"]) for run in runs[:4]]
     assert keys == [(0.1, 0), (0.1, 1), (0.2, 0), (0.2, 1)]
     assert [run["value"] for run in runs[:4]] == pytest.approx([1.05, 1.051, 1.15, 1.151])
+
+
+@pytest.mark.parametrize("exchange", [_optimizers.DENSE, _optimizers.INSIDE])
+def test_schedule_free_is_evaluated_at_its_average(exchange):
+    variant = optimizers.variant("schedule_free", exchange, 0.1, 20)
+    params = {"w": jnp.full(4, 2.0)}
+    params, *states = start_of(variant, params, 2)
+    at = states.index(next(x for x in states if isinstance(x, optax.contrib.ScheduleFreeState)))
+    states[at] = states[at]._replace(z=jax.tree.map(jnp.ones_like, states[at].z))
+    found = variant.evaluated(params, *states)
+    np.testing.assert_allclose(found["w"], (2 - 0.1) / 0.9, rtol=1e-6)

@@ -247,6 +247,8 @@ def _rounds(given: Sequence[Option], axis: str) -> tuple[str, Make] | None:
 
 
 def _of_optax(name: str, exchange: str = DENSE) -> tuple[str, Make]:
+    if OPTIMIZERS[name].averaged:
+        raise ValueError(f"optimizer={name} is of benchmarks.learning.optimizers only")
     known = [*EXCHANGES, *IN_ROUNDS, *DILOCO, *([INSIDE] if OPTIMIZERS[name].scaling else [])]
     if exchange not in known:
         raise ValueError(f"exchange={exchange} of {name} is none of {', '.join(known)}")

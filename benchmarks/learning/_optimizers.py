@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import optax
 
 import optax_ext
@@ -16,11 +17,31 @@ DENSE = "dense"
 
 
 class Optimizer(NamedTuple):
-    """An optimizer, its usual learning rate, and its scaling for ``sparse_optimizer``."""
+    """An optimizer, its usual learning rate, and its scaling for ``sparse_optimizer``.
+
+    ``averaged`` is of an optimizer that averages parameters instead of lowering its learning rate:
+    those to evaluate, of those in training and the states of exchange and optimizer.
+    """
 
     make: Make
     rate: float
     scaling: Callable[[], Any] | None = None
+    averaged: Callable[[Any, Any, Any], Any] | None = None
+
+
+def _rms() -> optax.GradientTransformation:
+    return optax.scale_by_rms(0.999, eps_in_sqrt=False, bias_correction=True)
+
+
+def _schedule_free(rate: optax.Schedule) -> optax.GradientTransformation:
+    decay, scale = optax.add_decayed_weights(DECAY), optax.scale_by_learning_rate(rate)
+    return optax.contrib.schedule_free(optax.chain(_rms(), decay, scale), rate)
+
+
+def _average(params: Any, exchange: Any, optimizer: Any) -> Any:
+    if isinstance(exchange, optax.contrib.ScheduleFreeState):
+        optimizer = jax.tree.map(lambda x: x[0], exchange)
+    return optax.contrib.schedule_free_eval_params(optimizer, params)
 
 
 # Only matrices of at least this width are factored, which the small models have.
@@ -44,6 +65,7 @@ OPTIMIZERS = {
     "lion": Optimizer(optax.lion, 0.004),
     "muon": Optimizer(optax.contrib.muon, 0.02),
     "momentum": Optimizer(lambda rate: optax.sgd(rate, momentum=0.9), 0.2),
+    "schedule_free": Optimizer(_schedule_free, 0.02, _rms, _average),
 }
 OPTIMIZERS["adam"] = OPTIMIZERS["adam"]._replace(scaling=lambda: optax_ext.scale_by_local_adam())
 INSIDE = "inside"
@@ -97,4 +119,6 @@ def transformations(
     whole = optax_ext.sparse_optimizer(
         scaling, at, density=density, axis=AXIS, every=every, selector=chosen
     )
+    if optimizer.averaged:
+        whole = optax.contrib.schedule_free(whole, at)
     return whole, optax.identity()

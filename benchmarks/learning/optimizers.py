@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 
 from .._common import display, options
 from ..training._recorded_training import schedule
@@ -31,7 +32,12 @@ USUAL = (DENSE, "ok_topk(0.01)", "powersgd(2)", "powersgd(4)", "quantized((2, 4)
 
 def variant(name: str, exchange: str, rate: float, steps: int) -> Variant:
     """An optimizer over simulated workers."""
-    return Variant(*transformations(name, exchange, schedule(rate, steps), exact_top_k))
+    averaged = OPTIMIZERS[name].averaged
+    if averaged is None:
+        return Variant(*transformations(name, exchange, schedule(rate, steps), exact_top_k))
+    warmup = max(1, steps // 20)
+    at = optax.warmup_constant_schedule(0.05 * rate, rate, warmup)
+    return Variant(*transformations(name, exchange, at, exact_top_k), averaged)
 
 
 def ways(args: Any) -> list[tuple[str, str]]:

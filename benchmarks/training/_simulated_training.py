@@ -6,6 +6,7 @@ take parts of one batch, in the same order whatever P is, so that runs with diff
 workers and different exchanges see the same examples at the same step.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -51,6 +52,8 @@ class Variant(NamedTuple):
     exchange: optax.GradientTransformation
     # Makes updates of the mean; ``optax.identity()`` after a complete optimizer.
     optimizer: optax.GradientTransformation
+    # The parameters to evaluate, of those in training and the states of exchange and optimizer.
+    evaluated: Callable[[Any, Any, Any], Any] = lambda params, *states: params
 
 
 class Curve(NamedTuple):
@@ -181,8 +184,10 @@ def train(
         grid = jax.vmap(step, in_axes=(0, 0, 0, None))
         part = _part(lambda carry, batches: grid(*of_run, carry, batches))
 
-        def runs(params):
-            return [jax.tree.map(itemgetter(i), params) for i in range(len(keys))]
+        evaluated = make(rates[0], steps).evaluated
+
+        def runs(carry):
+            return [evaluated(*jax.tree.map(itemgetter(i), carry)) for i in range(len(keys))]
 
         curves = _curves(task, part, carry, chosen, every, said, runs)
         return {(rate, seeds[at]): x for (rate, at), x in zip(keys, curves, strict=True)}
@@ -191,11 +196,16 @@ def train(
         variant = make(rate, steps)
         # One worker after the other: small products of matrices stay in the cache.
         part = _part(step_of(task, variant, workers, lax.map))
+        runs = functools.partial(_only, variant)
         for place, seed in enumerate(seeds):
             carry, mine = start_of(variant, first[place], workers), chosen[:, place]
             label = f"{said}, seed {seed}"
-            found[rate, seed], *_ = _curves(task, part, carry, mine, every, label, lambda x: [x])
+            found[rate, seed], *_ = _curves(task, part, carry, mine, every, label, runs)
     return found
+
+
+def _only(variant: Variant, carry):
+    return [variant.evaluated(*carry)]
 
 
 def _at_once(function, given):
@@ -208,16 +218,16 @@ def _part(step):
 
 
 def _curves(task: Task, part, carry, chosen, every: int, label: str, runs) -> list[Curve]:
-    """Takes all steps; ``runs`` makes a list of the runs' parameters."""
+    """Takes all steps; ``runs`` makes a list of the parameters to evaluate."""
     steps, sent = len(chosen), []
-    begun = runs(carry[0])
+    begun = runs(carry)
     size = sum(leaf.size for leaf in jax.tree.leaves(begun[0]))
     curves = [Curve([0], [task.evaluate(params)], [], None, None) for params in begun]
     for begin in range(0, steps, every):
         carry, (losses, counts) = part(carry, task.batch_of(chosen[begin : begin + every]))
         sent.append(np.array(counts, np.float64))
         means = np.atleast_1d(losses.mean(0))
-        for curve, params, loss in zip(curves, runs(carry[0]), means, strict=True):
+        for curve, params, loss in zip(curves, runs(carry), means, strict=True):
             curve.steps.append(min(begin + every, steps))
             curve.values.append(task.evaluate(params))
             curve.losses.append(float(loss))

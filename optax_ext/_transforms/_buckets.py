@@ -64,7 +64,7 @@ def bucketed(
 
     def parts(tree: Any) -> list[Any]:
         sizes = [leaf.size for leaf in jax.tree.leaves(tree)]
-        # Without leaves one empty bucket, by which what is around it finds an exchange in it.
+        # Without leaves one empty bucket, so that multi_steps finds an exchange in it.
         groups = _groups.grouped(sizes, buckets, [None] * len(sizes)) or [[]]
         return _groups.parts(tree, groups)
 

@@ -7,7 +7,7 @@ from ._learning import END, best_runs, runs
 
 FILE = "learning_optimizers.jsonl"
 # What exchanges the gradients, a column for each.
-SHOWN = ("quantized((2, 4))", "inside", "powersgd(2)")
+SHOWN = ("quantized((2, 4))", "inside", "every=10", "powersgd(2)", "ok_topk(0.01)")
 
 
 def table_other_optimizers() -> Rows:
