@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import core as jax_core
 
 MAX_SIZE = 2**31 - 1
@@ -135,6 +136,32 @@ def check_float(name: str, dtype: Any, *, float64: bool = False) -> None:
             f"{name} must be float32, bfloat16 or float16, got {dtype}: values travel in 32-bit "
             f"words. Cast it to float32.{wider if name.startswith('coo') else ''}"
         )
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether it is typed keys of ``jax.random``."""
+    # JAX cannot read the dtypes of PyTorch and TensorFlow.
+    typed = isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
+    return typed and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+
+
+def check_arrays(name: str, tree: Any, advice: str, *, keys: bool = True) -> None:
+    """The leaves are arrays of numbers or numbers, and random keys if ``keys``."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        dtype = getattr(leaf, "dtype", None)
+        if dtype is None:
+            taken = isinstance(leaf, (bool, int, float, complex))
+        elif is_key(leaf):
+            taken = keys
+        else:
+            numeric = isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.number)
+            taken = numeric or dtype == jnp.bool_
+        if not taken:
+            given = f"{leaf!r:.60}, a {type(leaf).__name__}" if dtype is None else f"of {dtype}"
+            raise TypeError(
+                f"{name}{jax.tree_util.keystr(path)} is {given}, and must be an array of numbers. "
+                f"{advice}"
+            )
 
 
 def count_from_density(density: float, size: int) -> int:

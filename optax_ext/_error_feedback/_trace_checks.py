@@ -20,7 +20,7 @@ import optax
 from optax_ext._error_feedback import _layout
 from optax_ext._error_feedback._equations import arguments_of, depends_on, is_reduced
 from optax_ext._error_feedback._sparse_state import Settings
-from sparse_collectives import AxisName, _axes, _varying, transport
+from sparse_collectives import AxisName, _axes, _validation, _varying, transport
 
 
 class UnboundAxisError(ValueError):
@@ -311,12 +311,9 @@ def check_loss(result: Any, has_aux: bool) -> Any:
             f"loss_fn must return a real number, got one of {jnp.result_type(loss)}, which has no "
             "gradient. For an accuracy or a count return (loss, aux), with has_aux=True."
         )
-    for path, leaf in jax.tree_util.tree_leaves_with_path(result[1] if has_aux else ()):
-        if not hasattr(leaf, "dtype") and not isinstance(leaf, (bool, int, float, complex)):
-            raise TypeError(
-                f"aux{jax.tree_util.keystr(path)} is {leaf!r:.60}, a {type(leaf).__name__}, and "
-                "auxiliary values are arrays, of which the step returns the means. Leave it out."
-            )
+    if has_aux:
+        advice = "The step returns the means of auxiliary values over the workers. Leave it out."
+        _validation.check_arrays("aux", result[1], advice, keys=False)
     return result
 
 

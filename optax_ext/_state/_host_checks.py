@@ -4,7 +4,6 @@ An optimizer state has a row for every worker, and each row must be that worker'
 """
 
 import math
-import numbers
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 from optax_ext._error_feedback import _trace_checks
 from optax_ext._error_feedback._sparse_state import SparseAllreduceState
 from optax_ext._state import _index, _wrappers
-from sparse_collectives import AxisName, _axes
+from sparse_collectives import AxisName, _axes, _validation
 
 
 def check_transformation(call: str, tx: Any, mesh: Any, *kinds: type) -> None:
@@ -43,17 +42,6 @@ def check_order(call: str, params: Any, opt_state: Any) -> None:
             f"params has a state of optax_ext in it, and opt_state has none: they have changed "
             f"places. Write {call}."
         )
-
-
-def check_leaves(params: Any) -> None:
-    """Checks that all leaves have a shape and a dtype, or are numbers."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        if not hasattr(leaf, "dtype") and not isinstance(leaf, numbers.Number):
-            raise TypeError(
-                f"params{jax.tree_util.keystr(path)} is {leaf!r:.80}, and no array. Give the "
-                "arrays alone, as equinox.filter(model, equinox.is_inexact_array) or "
-                "nnx.state(model, nnx.Param) has them."
-            )
 
 
 def check_workers(opt_state: Any, mesh: Mesh) -> None:
@@ -286,7 +274,7 @@ def check_global(batch: Any, mesh: Mesh, opt_state: Any, in_rounds: bool) -> Non
 def check_batch(batch: Any, mesh: Mesh, axis: AxisName) -> None:
     """Checks that the leading dimension of each leaf can be split over the workers."""
     workers = math.prod(mesh.shape[name] for name in _axes.axis_names(axis))
-    check_arrays(batch)
+    check_examples(batch)
     leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
     for path, leaf in leaves:
         name, shape = f"batch{jax.tree_util.keystr(path)}", np.shape(leaf)
@@ -321,28 +309,25 @@ def check_batch(batch: Any, mesh: Mesh, axis: AxisName) -> None:
             )
 
 
-def check_arrays(batch: Any) -> None:
+def check_examples(batch: Any) -> None:
     """Checks that the leaves of a batch are arrays or numbers."""
-    for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
-        if not hasattr(leaf, "dtype") and not isinstance(leaf, (bool, int, float, complex)):
-            raise TypeError(
-                f"batch{jax.tree_util.keystr(path)} is {leaf!r:.60}, a {type(leaf).__name__}, and "
-                "the leaves of a batch are arrays, whose leading dimension is split over the "
-                "workers. Take it out of the batch; the loss may close over a constant."
-            )
+    advice = (
+        "The leading dimension of each leaf of a batch is split over the workers. Take it out of "
+        "the batch; the loss may close over a constant."
+    )
+    _validation.check_arrays("batch", batch, advice)
 
 
 def is_key(leaf: Any) -> bool:
     """Whether it is keys of ``jax.random``: typed ones, or the two numbers of an older one."""
-    dtype = jnp.result_type(leaf)
-    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        return True
-    return dtype == jnp.uint32 and np.shape(leaf) == (2,)
+    return _validation.is_key(leaf) or (
+        jnp.result_type(leaf) == jnp.uint32 and np.shape(leaf) == (2,)
+    )
 
 
 def _is_split(key: Any, leaves: Any, workers: int) -> bool:
     """Whether it is a key for each example, or two numbers that are no key."""
-    if jnp.issubdtype(jnp.result_type(key), jax.dtypes.prng_key):
+    if _validation.is_key(key):
         return bool(np.shape(key))
     # Beside two examples of another kind it may be two numbers, one for each.
     others = [np.shape(x) for _, x in leaves if not is_key(x)]

@@ -22,7 +22,7 @@ from optax_ext._state import (
     _specs,
     _wrappers,
 )
-from sparse_collectives import AxisName, _axes
+from sparse_collectives import AxisName, _axes, _validation
 
 
 def init_state(
@@ -72,7 +72,11 @@ def init_state(
     _host_checks.check_transformation(call, tx, mesh, AbstractMesh, Mapping)
     _host_checks.check_order(call, params, None)
     _flax.register()
-    _host_checks.check_leaves(params)
+    advice = (
+        "Give the arrays alone, as equinox.filter(model, equinox.is_inexact_array) or "
+        "nnx.state(model, nnx.Param) has them."
+    )
+    _validation.check_arrays("params", params, advice)
     wanted = mesh
     if isinstance(mesh, Mesh):
         mesh = _placement.with_auto_axes(mesh)

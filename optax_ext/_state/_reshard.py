@@ -22,6 +22,7 @@ from optax_ext._state import (
     _shards,
     _wrappers,
 )
+from sparse_collectives import _validation
 
 
 def reshard(opt_state: Any, fresh_state: Any) -> Any:
@@ -125,16 +126,12 @@ def resharded(opt_state: Any, fresh_state: Any, *, keeps_mean: bool = False) -> 
 
 def _without_keys(opt_state: Any) -> Any:
     """The state with the words of each random key instead of it, which NumPy can hold."""
-    return jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, opt_state)
+    return jax.tree.map(lambda x: jax.random.key_data(x) if _validation.is_key(x) else x, opt_state)
 
 
 def _like_key(moved: Any, like: Any) -> Any:
-    is_key = _is_key(like)
+    is_key = _validation.is_key(like)
     return jax.random.wrap_key_data(moved, impl=jax.random.key_impl(like)) if is_key else moved
-
-
-def _is_key(x: Any) -> bool:
-    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _parts(opt_state: Any) -> tuple[list[tuple[Any, Any]], list[Any], Any]:

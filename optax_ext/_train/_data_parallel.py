@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from optax_ext._error_feedback import _equations
 from optax_ext._state import _find, _host_checks, _nnx, _placement, _specs, _wrappers
 from optax_ext._train import _ahead, _arrays, _examples, _mapped, _places, _skipped
-from sparse_collectives import AxisName, _axes, _jaxprs, transport
+from sparse_collectives import AxisName, _axes, _jaxprs, _validation, transport
 
 _ARRAY, _WHOLE = object(), PartitionSpec()
 
@@ -104,7 +104,7 @@ def data_parallel(
 
             def traced(arrays: list[Any]) -> list[Any]:
                 own, mine = _joined(given, arrays)
-                own = jax.tree.map(lambda x: _own_key(x, axis) if _is_key(x) else x, own)
+                own = jax.tree.map(lambda x: _own_key(x, axis) if _validation.is_key(x) else x, own)
                 results = step(*_in_order(own, mine, at)), list(filter(_nnx.is_module, own))
                 leaves, found, given_back = _split(results, _specs_of(results))
                 made[static] = given_back, [kinds.index(spec) for spec in found]
@@ -197,10 +197,6 @@ def _warn_of_constants(made: dict[Any, Any], static: Any) -> None:
         )
 
 
-def _is_key(x: Any) -> bool:
-    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
 def _split(tree: Any, specs: Any) -> tuple[list[Any], list[PartitionSpec], Any]:
     """The arrays of a tree, their specs, and all else of it, which is static."""
     leaves, structure = jax.tree.flatten(tree)
@@ -266,7 +262,7 @@ def _agreed(x: Any, spec: PartitionSpec, place: tuple[str, bool], axis: AxisName
     """A result that may differ, as all workers have it: the mean, or the key of the first."""
     if not isinstance(x, jax.Array) or len(spec):
         return x
-    if _is_key(x):
+    if _validation.is_key(x):
         data = jnp.where(_axes.axis_index(axis) == 0, jax.random.key_data(x), 0)
         return jax.random.wrap_key_data(jax.lax.psum(data, axis), impl=jax.random.key_impl(x))
     name, kept = place

@@ -196,7 +196,7 @@ class TrainStep:
         if known and not known.explicit and known.mesh != _placement.of_program(self._given, batch):
             known = None
         if known is None:
-            _host_checks.check_arrays(batch)
+            _host_checks.check_examples(batch)
             _host_checks.check_not_donated(params=params, opt_state=opt_state, batch=batch)
             if self._donates:
                 _host_checks.check_not_traced((params, opt_state, batch), self._in_rounds)

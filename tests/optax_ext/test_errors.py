@@ -327,13 +327,6 @@ def test_a_number_is_no_axis(make, axis):
     refused(message, lambda: make(*given, axis=axis).init({"w": jnp.ones(4)}))
 
 
-@pytest.mark.parametrize("leaf", [jnp.tanh, "relu", object()], ids=["function", "str", "object"])
-def test_a_leaf_that_is_no_array_is_named(leaf):
-    tx, params = optax_ext.sparse_sgd(0.1, axis="data"), {"w": jnp.ones(4), "act": leaf}
-    with pytest.raises(TypeError, match=r"^params\['act'\] is .*, and no array.*nnx\.state"):
-        optax_ext.init_state(tx, params, {"data": 2})
-
-
 @pytest.mark.parametrize("rounds", ["every", "local_steps"])
 def test_what_reads_the_loss_next_to_rounds_is_named(rounds):
     tx = optax_ext.sparse_sgd(0.1, axis="data", every=2)

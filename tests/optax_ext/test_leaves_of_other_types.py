@@ -84,3 +84,52 @@ def test_lookahead_of_optax_and_ahead_outside_of_the_map():
     # After three steps both are the same again.
     np.testing.assert_allclose(pair.fast["w"], pair.slow["w"], rtol=1e-6)
     assert bits(pair.fast) != bits(params)
+
+
+class Foreign:
+    """An array of a library whose dtypes NumPy cannot read."""
+
+    dtype, shape = object(), (4,)
+
+
+STRANGE = {
+    "function": jnp.tanh,
+    "str": "relu",
+    "object": object(),
+    "strings": np.array(["a", "b", "c", "d"]),
+    "objects": np.array([None] * 4),
+    "dates": np.array(["2020-01-01"] * 4, dtype="M8[D]"),
+    "foreign": Foreign(),
+}
+strange = pytest.mark.parametrize("leaf", STRANGE.values(), ids=STRANGE)
+
+
+@strange
+def test_a_parameter_that_is_no_array_of_numbers_is_named(leaf):
+    message = r"^params\['act'\] is .*, and must be an array of numbers\. .*nnx\.state"
+    with pytest.raises(TypeError, match=message):
+        optax_ext.init_state(TX, {"w": jnp.ones(4), "act": leaf}, {"data": 2})
+
+
+@strange
+def test_examples_that_are_no_array_of_numbers_are_named(leaf):
+    params = {"w": jnp.ones((6, 4)), "c": jnp.zeros(3)}
+    step = optax_ext.make_train_step(lambda params, batch: loss_fn(params, batch["x"]), TX, mesh(2))
+    state = optax_ext.init_state(TX, params, mesh(2))
+    message = r"^batch\['name'\] is .*, and must be an array of numbers\. .*close over a constant"
+    with pytest.raises(TypeError, match=message):
+        step(params, state, {"x": normal((4, 6), 0), "name": leaf})
+
+
+@pytest.mark.parametrize("aux", [*STRANGE.values(), jax.random.key(0)], ids=[*STRANGE, "key"])
+def test_auxiliary_values_that_have_no_mean_are_named(aux):
+    params = {"w": jnp.ones((6, 4)), "c": jnp.zeros(3)}
+
+    def loss_and_aux(params, x):
+        return loss_fn(params, x), {"kept": aux}
+
+    step = optax_ext.make_train_step(loss_and_aux, TX, mesh(2), has_aux=True)
+    state = optax_ext.init_state(TX, params, mesh(2))
+    message = r"^aux\['kept'\] is .*, and must be an array of numbers\. .*means.*Leave it out"
+    with pytest.raises(TypeError, match=message):
+        step(params, state, normal((4, 6), 0))
