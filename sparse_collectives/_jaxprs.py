@@ -101,7 +101,10 @@ def captured(x: Any) -> Any:
     without receiving it. For an argument or a result of this function it is ``x`` itself.
     """
     lowered = getattr(x, "full_lower", None)
-    return x if lowered is None else lowered()
+    try:
+        return x if lowered is None else lowered()
+    except NotImplementedError:
+        return x  # A value of a shard_map that runs without jax.jit, equation by equation.
 
 
 def annotated(x: jax.Array, fact: Hashable) -> jax.Array:

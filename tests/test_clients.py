@@ -203,7 +203,7 @@ WITH_TRACE = optax.chain(optax.trace(0.9), optax_ext.ok_topk(0.1, axis="data"), 
     ("step", "batch", "message"),
     [
         (lambda tx: step_of(tx, summed=True), None, "pmean or psum of the gradients"),
-        (lambda tx: jax.jit(optax_ext.data_parallel(step_of(tx))), None, "take out the jit"),
+        (lambda tx: jax.jit(optax_ext.data_parallel(step_of(tx))), None, "outside of jax.jit"),
         (
             lambda tx: step_of(tx, result=lambda _, batch: jnp.sum(batch > 0)),
             None,

@@ -147,7 +147,8 @@ def loaded(
         gradients, left_out = _nonfinite.zeroed(gradients, _nonfinite.LARGEST_GRADIENT)
     # In the shape of the state, so that XLA writes in place if the state is donated.
     before, step = _sparse_state.with_lead(gradients), jax.vmap(tx.update)
-    made = iter(_sparse_state.without_lead(step(before, state)[0]))
+    # A learning rate in float64 would widen them.
+    made = iter(map(_in_float32, _sparse_state.without_lead(step(before, state)[0])))
     # A CPU computes the moments again for the choice between new and old state: it would write a
     # shared result twice. On a GPU the gradients would then be written as one more buffer.
     again = _platform.by_platform(lax.optimization_barrier, lambda x: x, before)
@@ -205,6 +206,7 @@ def transformed(
     params = None if params is None else jax.tree.map(_in_float32, params)
     tx = optax.with_extra_args_support(tx)
     gradients, state = tx.update(gradients, _sparse_state.without_lead(state), params, **extra)
+    gradients = jax.tree.map(_in_float32, gradients)
     return gradients, _varying.to_varying(_sparse_state.with_lead(state), axis), left_out
 
 

@@ -193,13 +193,16 @@ def check_residual(residual: Any, size: int, axis: AxisName) -> None:
     )
 
 
-def check_local_gradients(updates: Any, axis: AxisName) -> None:
-    """The gradients are this worker's own, not yet summed over the axis."""
+def own_gradients(updates: Any, axis: AxisName) -> Any:
+    """The gradients, typed as this worker's own, which are not yet summed over the axis."""
     if not _varying.checks_varying(axis):
         check_not_averaged(updates, axis)
-        return
+        return updates
     for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]:
-        if not _varying.is_varying(leaf, axis):
+        # A constant, such as zeros for a frozen leaf, is the same everywhere and no sum.
+        if _varying.is_varying(leaf, axis):
+            continue
+        if arguments_of([leaf]) or is_reduced([leaf], axis):
             raise ValueError(
                 f"updates{jax.tree_util.keystr(path)} is the same on every worker of axis "
                 f"{axis!r}: the gradients are already summed or averaged over it, so there is "
@@ -213,6 +216,7 @@ def check_local_gradients(updates: Any, axis: AxisName) -> None:
                 "averages them;\n"
                 "  - another allreduce of optax_ext earlier in the chain: keep one of the two."
             )
+    return _varying.to_varying(updates, axis)
 
 
 def check_not_averaged(updates: Any, axis: AxisName) -> None:

@@ -95,7 +95,7 @@ class Transformation:
         self._check_state(updates, state, params)
         # The tree is the tree of the gradients: flax boxes parameters, but not gradients.
         layout = dataclasses.replace(state.layout, treedef=jax.tree.structure(updates))
-        self._check_updates(updates, state.layout)
+        updates = self._own(updates, state.layout)
         if not layout.shapes:
             return updates, state._replace(count=state.count + 1)
         updates, kept, left_out = self._transformed(updates, state, params, extra)
@@ -175,8 +175,8 @@ class Transformation:
             _trace_checks.check_workers(state.settings, feedback.options.axis)
         _trace_checks.warn_without_ahead(updates, state, params)
 
-    def _check_updates(self, updates: Any, layout: _layout.TreeLayout) -> None:
-        """Checks the updates: shards if the axes are manual, and whole leaves otherwise."""
+    def _own(self, updates: Any, layout: _layout.TreeLayout) -> Any:
+        """The updates of this worker, checked: shards if the axes are manual, else whole leaves."""
         sharding, shapes, axis = layout.sharding, layout.shapes, self._feedback.options.axis
         manual = _layout.is_manual(sharding)
         if manual:
@@ -188,10 +188,11 @@ class Transformation:
         _trace_checks.workers(axis)
         _trace_checks.check_layout(expected, got)
         if layout.shapes:
-            _trace_checks.check_local_gradients(updates, axis)
+            updates = _trace_checks.own_gradients(updates, axis)
         if manual:
             frees = [sharding.free(i) for i in range(len(shapes))]
             _trace_checks.check_same_on_devices(updates, frees, axis)
+        return updates
 
 
 def _stripped(state: SparseAllreduceState) -> Any:

@@ -121,6 +121,8 @@ def _with_errors(
     node: SparseAllreduceState, residual: jax.Array, params: Any, errors: list[jax.Array | None]
 ) -> jax.Array:
     """``residual`` with the errors, one for each leaf of ``params``, added to every worker's."""
+    if all(error is None for error in errors):
+        return residual
     layout, inside = node.layout, _shards.workers_in_node(node)
     numbers = layout.treedef.unflatten(map(np.float32, range(len(layout.shapes))))
     mine: dict[int, jax.Array] = {}

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -54,6 +55,7 @@ def init_state(
 
     Raises:
       ValueError: the mesh lacks the axis of ``tx``.
+      ValueError: an ``AbstractMesh`` outside of ``jax.eval_shape``.
       ValueError: allreduces name different axes.
       ValueError: parameters are sharded over the axis of the workers, over another mesh, or
         unevenly.
@@ -71,6 +73,12 @@ def init_state(
     call = "optax_ext.init_state(tx, params, mesh)"
     _host_checks.check_transformation(call, tx, mesh, AbstractMesh, Mapping)
     _host_checks.check_order(call, params, None)
+    if isinstance(mesh, AbstractMesh) and not isinstance(jnp.zeros(()), Tracer):
+        raise ValueError(
+            f"mesh is an AbstractMesh, which has no devices for the state: {mesh}. Write "
+            "optax_ext.abstract_state(tx, params, mesh) for its shapes, or call init_state inside "
+            "of jax.eval_shape."
+        )
     _flax.register()
     advice = (
         "Give the arrays alone, as equinox.filter(model, equinox.is_inexact_array) or "

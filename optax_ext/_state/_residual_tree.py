@@ -60,7 +60,7 @@ def spread(trees: Iterable[Any], params: Any) -> list[Any]:
     """
     found: list[Any] = [None] * len(jax.tree.leaves(params))
     for tree in trees:
-        parts, structure = jax.tree.flatten(_with_complex(tree, params), is_leaf=is_mask)
+        parts, structure = jax.tree.flatten(_unwrapped(tree, params), is_leaf=is_mask)
         try:
             sizes = [len(jax.tree.leaves(x)) for x in structure.flatten_up_to(params)]
         except ValueError:
@@ -81,12 +81,19 @@ def spread(trees: Iterable[Any], params: Any) -> list[Any]:
     return found
 
 
-def _with_complex(tree: Any, params: Any) -> Any:
-    """The tree with a complex leaf where ``params`` has one and the tree its two parts.
+def _unwrapped(tree: Any, params: Any) -> Any:
+    """The tree that an optimizer has without what optax wraps around it to change the leaves.
 
-    ``optax.contrib.split_real_and_imaginary`` gives an optimizer such pairs, the real part first.
+    ``optax.flatten`` gives an optimizer all leaves as one vector. With
+    ``optax.contrib.split_real_and_imaginary`` it has two leaves for a complex one, the real part
+    first.
     """
     leaves, structure = jax.tree.flatten(params)
+    if isinstance(tree, jax.Array | np.ndarray) and leaves and leaves[0] is not params:
+        ends = np.cumsum([np.size(leaf) for leaf in leaves])
+        if tree.shape == (ends[-1],):
+            parts = jnp.split(tree, ends[:-1])
+            return structure.unflatten(map(jnp.reshape, parts, map(np.shape, leaves)))
     if not any(map(jnp.iscomplexobj, leaves)):
         return tree
     try:

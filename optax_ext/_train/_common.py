@@ -33,8 +33,10 @@ def updates_of(updates: Any, axis: AxisName) -> Any:
         name = f"params{jax.tree_util.keystr(path)}"
         raise ValueError(
             f"the update of {name} differs between the workers of axis {axis!r}: no transformation "
-            f"in tx reduces its gradient over that axis. Put optax_ext.ok_topk(density=..., "
-            f"axis={axis!r}) or optax_ext.dense(axis={axis!r}) first in the chain; or, to freeze "
+            "in tx reduces its gradient over that axis, or one that is around the exchange uses "
+            "the gradient of a worker, as optax.contrib.mechanize does. Put "
+            f"optax_ext.ok_topk(density=..., axis={axis!r}) or optax_ext.dense(axis={axis!r}) "
+            "first in the chain, and the wrapper around what follows it; or, to freeze "
             f"{name}, give it optax.set_to_zero(), which exchanges nothing: "
             "optax.partition({'train': tx, 'freeze': optax.set_to_zero()}, labels)."
         )

@@ -231,12 +231,18 @@ def _mesh_of(args: Any) -> Any:
             )
     for x in jax.tree.leaves(_wrappers.reductions(args)):
         if isinstance(x, Tracer):
-            raise ValueError("data_parallel compiles the step: take out the jit that is around it.")
+            raise ValueError(
+                "data_parallel compiles the step: call it outside of jax.jit, jax.lax.scan and "
+                "jax.eval_shape. A step of optax_ext.make_train_step(..., donate=False) can be "
+                "called inside of them."
+            )
         if isinstance(getattr(x, "sharding", None), NamedSharding):
             return _placement.with_auto_axes(x.sharding.mesh)
     raise ValueError(
-        "the optimizer state is on no mesh. Make it with optax_ext.init_state(tx, params, mesh), "
-        "or give optax_ext.with_mesh(tx, mesh) to what calls tx.init."
+        "the optimizer state is on no mesh. Make a new one with optax_ext.init_state(tx, params, "
+        "mesh), or give optax_ext.with_mesh(tx, mesh) to what calls tx.init. Put a restored one "
+        "on the mesh with opt_state = optax_ext.reshard(opt_state, optax_ext.init_state(tx, "
+        "params, mesh)), which keeps its residuals."
     )
 
 

@@ -168,6 +168,14 @@ class Step(NamedTuple):
         try:
             return self.chain.update(gradients, opt_state, params, value=value)
         except TypeError as error:
+            if "pcast" in str(error):
+                raise TypeError(
+                    "a branch or a loop in tx has results that JAX types as the same on all "
+                    "workers in one place and as a worker's own in another, as in "
+                    "optax.contrib.reduce_on_plateau as an optimizer of each worker. Write "
+                    "check_vma=False in optax_ext.make_train_step or make_train_round, which "
+                    f"leaves these types out. JAX says: {error}"
+                ) from error
             missing = re.search(r"missing \d+ required keyword-only arguments?: (.*)", str(error))
             if missing is None:
                 raise

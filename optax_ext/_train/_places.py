@@ -55,7 +55,9 @@ def of(params: Any, opt_state: Any, mesh: Mesh, batch_spec: PartitionSpec | None
     else:
         specs = [given.specs[path] for path in paths]
         states = _placement.placements(opt_state, params, given)
-    leaves = jax.tree.leaves(states)
+    # XLA replicates results without entries; split, they would be other arguments at the next call.
+    pairs = zip(jax.tree.leaves(states), jax.tree.leaves(opt_state), strict=True)
+    leaves = [spec if np.size(x) else PartitionSpec() for spec, x in pairs]
     return Places(
         [NamedSharding(mesh, spec) for spec in specs],
         [NamedSharding(mesh, spec) for spec in leaves],

@@ -88,7 +88,7 @@ def dense(
         workers = _trace_checks.workers(axis)
         for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]:
             _validation.check_float(f"updates{jax.tree_util.keystr(path)}", leaf.dtype)
-        _trace_checks.check_local_gradients(updates, axis)
+        updates = _trace_checks.own_gradients(updates, axis)
         given, treedef = jax.tree.flatten(updates)
         # A sum in float16 would overflow where the mean does not.
         shared = [dtype is not None or leaf.dtype == jnp.float16 for leaf in given]

@@ -65,7 +65,7 @@ def local_clip_by_global_norm(
     def update(updates: Any, state: optax.EmptyState, params: Any = None):
         del params
         bound = max_norm / math.sqrt(_trace_checks.workers(axis))
-        _trace_checks.check_local_gradients(updates, axis)
+        updates = _trace_checks.own_gradients(updates, axis)
         leaves = [leaf for leaf in jax.tree.leaves(updates) if leaf.size]
         if not leaves:
             return updates, state

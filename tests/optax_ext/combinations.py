@@ -88,7 +88,8 @@ GROUPS = {
         _behind(
             "`contrib.reduce_on_plateau`",
             "optax.adam(1e-2), optax.contrib.reduce_on_plateau()",
-            "It takes `value`, as `polyak_sgd` does.",
+            "It takes `value`, as `polyak_sgd` does. As an optimizer of each worker it needs "
+            "`check_vma=False`.",
         ),
         _behind(
             "`contrib.sam`",
