@@ -70,7 +70,7 @@ OPTIMIZERS = {
 OPTIMIZERS["adam"] = OPTIMIZERS["adam"]._replace(scaling=lambda: optax_ext.scale_by_local_adam())
 INSIDE = "inside"
 # Rounds of so many steps of the optimizer, with its momentum: a sparse exchange, and a dense one.
-LENGTHS = (10, 30)
+LENGTHS = (3, 10, 30)
 ROUNDS = {f"every={steps}": steps for steps in LENGTHS}
 DILOCO = {f"diloco({steps})": steps for steps in LENGTHS}
 IN_ROUNDS = 0.5  # the density
