@@ -26,10 +26,10 @@ def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
 
     In rounds (``every=``) the share is all of the residual, so that the result is the mean of the
     workers' models, also between two exchanges and with :func:`local_steps`. With an exchange at
-    every step the default is 1/P, or 0.1 with more than ten
-    workers. The rest stays in the residuals, and
-    ``optax_ext.metrics(opt_state)["residual_norm"]`` reports its size: the updates of hundreds of
-    steps would go too far if they were applied at once. :func:`consolidate` returns all of it.
+    every step the default is 1/P, or 0.1 with more than ten workers. The rest stays in the
+    residuals, and ``optax_ext.metrics(opt_state)["residual_norm"]`` reports its size: the updates
+    of hundreds of steps would go too far if they were applied at once. :func:`consolidate` returns
+    all of it.
 
     Args:
       params: the parameters.
