@@ -89,11 +89,11 @@ def _unwrapped(tree: Any, params: Any) -> Any:
     first.
     """
     leaves, structure = jax.tree.flatten(params)
-    if isinstance(tree, jax.Array | np.ndarray) and leaves and leaves[0] is not params:
+    shapes = [np.shape(leaf) for leaf in leaves]
+    if isinstance(tree, jax.Array | np.ndarray) and shapes and shapes != [tree.shape]:
         ends = np.cumsum([np.size(leaf) for leaf in leaves])
         if tree.shape == (ends[-1],):
-            parts = jnp.split(tree, ends[:-1])
-            return structure.unflatten(map(jnp.reshape, parts, map(np.shape, leaves)))
+            return structure.unflatten(map(jnp.reshape, jnp.split(tree, ends[:-1]), shapes))
     if not any(map(jnp.iscomplexobj, leaves)):
         return tree
     try:

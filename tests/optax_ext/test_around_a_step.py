@@ -36,6 +36,17 @@ def test_one_vector_of_all_leaves(tx):
         assert bits(optax_ext.flush(*flat)) == bits(optax_ext.flush(*whole))
 
 
+def test_one_vector_of_a_matrix():
+    def loss_of(w, x):
+        return loss_fn({**PARAMS, "w": w}, x)
+
+    flat, whole = (
+        train(tx, loss_of, PARAMS["w"], BATCHES, mesh(2))[-1][:2]
+        for tx in (optax.flatten(ADAMW), ADAMW)
+    )
+    assert bits(optax_ext.flush(*flat)) == bits(optax_ext.flush(*whole))
+
+
 NO_ENTRIES = {
     "group": optax.partition({"train": ADAMW, "other": TOPK_A}, {"w": "train", "b": "train"}),
     "dense leaves": optax_ext.sparse_adamw(
