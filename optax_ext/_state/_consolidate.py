@@ -78,15 +78,21 @@ def _check_nothing_moved(params: Any, opt_state: Any) -> None:
     every worker, and at most the last place of a parameter.
     """
     leaves, structure = jax.tree.flatten(opt_state)
-    found = spread(_index.index_of(structure).moved(leaves), params)
-    check_shapes(params, [None if moved is None else moved[0] for moved in found])
-    for leaf, moved in zip(jax.tree.leaves(params), found, strict=True):
-        if moved is None or isinstance(moved, Tracer) or not moved.size:
+    rows = _index.index_of(structure).moved(leaves)
+
+    def of_workers(number: Callable[[jax.Array], jax.Array]) -> list[Any]:
+        return spread([jax.tree.map(number, tree) for tree in rows], params)
+
+    largest = of_workers(lambda moved: jnp.max(jnp.abs(moved), axis=0))
+    apart = of_workers(lambda moved: jnp.max(jnp.abs(moved - moved[:1]), axis=0))
+    check_shapes(params, largest)
+    for leaf, most, differs in zip(jax.tree.leaves(params), largest, apart, strict=True):
+        if most is None or isinstance(most, Tracer) or not most.size:
             continue
-        beyond = jnp.max(jnp.abs(moved))
+        beyond = jnp.max(jnp.abs(most))
         if (dtype := jnp.result_type(leaf)).itemsize < 4:
             place = float(jnp.finfo(dtype).eps) * jnp.max(jnp.abs(leaf)).astype(jnp.float32)
-            beyond = jnp.where(jnp.any(moved != moved[:1]), beyond, beyond - place)
+            beyond = jnp.where(jnp.any(differs != 0), beyond, beyond - place)
         if bool(beyond > 0):
             raise ValueError(
                 "opt_state is in the middle of a round of optax_ext.local_steps: the steps of the "

@@ -67,6 +67,12 @@ def spread(trees: Iterable[Any], params: Any) -> list[Any]:
             sizes = []
         wrong = [size for part, size in zip(parts, sizes) if size != 1 and not is_mask(part)]
         if wrong or sum(sizes) != len(found):
+            if structure.num_nodes == 1 and len(found) > 1:
+                raise ValueError(
+                    "opt_state has one vector for some of the leaves of params, and does not say "
+                    "for which: optax.flatten is inside of optax.partition or optax.masked. Put it "
+                    "around them, or leave it out."
+                )
             raise ValueError(
                 f"opt_state was made for parameters with another tree than params: {structure}, "
                 f"and {jax.tree.structure(params)}. Give the parameters that init was called with; "
@@ -148,8 +154,9 @@ def ahead(params: Any, opt_state: Any) -> Any:
     local = params if ranks else _varying.to_varying(params, axis)
     if moved := index.moved(leaves):
         mine, treedef = jax.tree.flatten(local)
-        pairs = zip(mine, spread(moved, local), strict=True)
-        local = treedef.unflatten([p if m is None else p + m[0].astype(p.dtype) for p, m in pairs])
+        here = spread([jax.tree.map(lambda x: x[0], tree) for tree in moved], local)
+        pairs = zip(mine, here, strict=True)
+        local = treedef.unflatten([p if m is None else p + m.astype(p.dtype) for p, m in pairs])
     if not index.looks_ahead:
         return local
     states = _wrappers.get_states(opt_state)

@@ -47,6 +47,19 @@ def test_one_vector_of_a_matrix():
     assert bits(optax_ext.flush(*flat)) == bits(optax_ext.flush(*whole))
 
 
+def test_one_vector_in_the_middle_of_a_round():
+    mean = optax.chain(optax_ext.dense(axis="data"), optax.sgd(1.0))
+    tx = optax_ext.local_steps(optax.adam(0.1), mean, every=2)
+    flat, whole = trained(optax.flatten(tx)), trained(tx)
+    assert bits(optax_ext.flush(*flat)[0]) == bits(optax_ext.flush(*whole)[0])
+    refused("in the middle of a round", optax_ext.consolidate, *flat)
+
+
+def test_one_vector_of_some_leaves():
+    tx = optax.partition({"a": optax.flatten(ADAMW), "b": TOPK_A}, {"w": "a", "b": "b"})
+    refused("optax.flatten is inside of optax.partition", trained, tx)
+
+
 NO_ENTRIES = {
     "group": optax.partition({"train": ADAMW, "other": TOPK_A}, {"w": "train", "b": "train"}),
     "dense leaves": optax_ext.sparse_adamw(
