@@ -168,6 +168,12 @@ def _dtype(leaf: Any) -> Any:
     return dtype if jnp.issubdtype(dtype, jax.dtypes.extended) else jnp.dtype(dtype)
 
 
+def check_floats(tree: Any, name: str) -> None:
+    """Checks that all leaves are float32, bfloat16 or float16."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        _validation.check_float(f"{name}{jax.tree_util.keystr(path)}", _dtype(leaf))
+
+
 def layout_of(tree: Any, name: str, dense: tuple[bool, ...] | None = None) -> TreeLayout:
     """The layout of ``tree``; ``dense`` says which leaves are dense, none by default.
 
@@ -181,8 +187,7 @@ def layout_of(tree: Any, name: str, dense: tuple[bool, ...] | None = None) -> Tr
     leaves, treedef = jax.tree.flatten(tree)
     shapes, dtypes = tuple(map(jnp.shape, leaves)), tuple(map(_dtype, leaves))
     if not {*dtypes} <= _FLOATS:
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            _validation.check_float(f"{name}{jax.tree_util.keystr(path)}", _dtype(leaf))
+        check_floats(tree, name)
     if dense is None or len(dense) != len(shapes):
         dense = (False,) * len(shapes)
     layout = TreeLayout(treedef, shapes, dtypes, dense, unsharded(shapes))

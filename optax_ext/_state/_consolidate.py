@@ -78,7 +78,8 @@ def _check_nothing_moved(params: Any, opt_state: Any) -> None:
     every worker, and at most the last place of a parameter.
     """
     leaves, structure = jax.tree.flatten(opt_state)
-    rows = _index.index_of(structure).moved(leaves)
+    index = _index.index_of(structure)
+    rows = index.moved(leaves)
 
     def of_workers(number: Callable[[jax.Array], jax.Array]) -> list[Any]:
         return spread([jax.tree.map(number, tree) for tree in rows], params)
@@ -94,10 +95,12 @@ def _check_nothing_moved(params: Any, opt_state: Any) -> None:
             place = float(jnp.finfo(dtype).eps) * jnp.max(jnp.abs(leaf)).astype(jnp.float32)
             beyond = jnp.where(jnp.any(differs != 0), beyond, beyond - place)
         if bool(beyond > 0):
+            first = "Apply them first, with params, opt_state = optax_ext.flush(params, opt_state)."
+            if index.has_gradients:
+                first = "Take steps to the end of the round first."
             raise ValueError(
                 "opt_state is in the middle of a round of optax_ext.local_steps: the steps of the "
-                "workers since the last exchange are in no residual, and would be lost. Apply them "
-                "first, with params, opt_state = optax_ext.flush(params, opt_state)."
+                f"workers since the last exchange are in no residual, and would be lost. {first}"
             )
 
 

@@ -61,19 +61,18 @@ def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
     """
     given, opt_state = opt_state, _nnx.arrays(opt_state)
     _consolidate.check("flush(params, opt_state)", params, opt_state)
-    for state in _wrappers.holding(opt_state):
-        if not state.settings.step_ahead:
-            raise ValueError(
-                "opt_state has residuals that may be gradients, and not updates of the parameters: "
-                "they were made without a step_ahead. Use optax_ext.consolidate(params, "
-                "opt_state), and give the gradient to the optimizer after the allreduce."
-            )
+    if (index := _index.of(opt_state)).has_gradients:
+        first = "Take steps to the end of the round. Then use" if index.moves else "Use"
+        raise ValueError(
+            "opt_state has residuals that may be gradients, and not updates of the parameters: "
+            f"they were made without a step_ahead. {first} optax_ext.consolidate(params, "
+            "opt_state), and give the gradient to the optimizer after the allreduce."
+        )
     _check_nothing_follows(opt_state)
     _check_nothing_late(opt_state)
     # The arrays of a step are on Auto axes, and a new state on the mesh of jax.make_mesh is not.
     opt_state = _placement.typed(opt_state, _placement.with_auto_axes)
     arrays, structure = jax.tree.flatten(opt_state)
-    index = _index.index_of(structure)
     held = [x.residual for x in _wrappers.get_states(opt_state)] + index.moved(arrays)
     places = [getattr(x, "sharding", None) for x in jax.tree.leaves(held)]
     params = _placement.readable(params, getattr(places[0], "mesh", None) if places else None)

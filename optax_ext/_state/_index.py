@@ -91,6 +91,11 @@ class Index:
         return any(settings.step_ahead for settings, _ in self.sparse)
 
     @functools.cached_property
+    def has_gradients(self) -> bool:
+        """Whether there are residuals that may be gradients, which are no updates to apply."""
+        return any(layout.size and not settings.step_ahead for settings, layout in self.sparse)
+
+    @functools.cached_property
     def is_parted(self) -> bool:
         """Whether the devices of a worker have parts of the residuals."""
         return any(layout.sharding.axes for _, layout in self.sparse)

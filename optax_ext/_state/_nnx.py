@@ -22,7 +22,7 @@ def arrays(opt_state: Any) -> Any:
     leaves, treedef = jax.tree.flatten(state, is_leaf=_is_variable)
     if not any(map(_is_variable, leaves)):
         return state
-    return treedef.unflatten(jax.tree.leaves(x)[0] if _is_variable(x) else x for x in leaves)
+    return treedef.unflatten(_value(x) if _is_variable(x) else x for x in leaves)
 
 
 def like(opt_state: Any, found: Any) -> Any:
@@ -31,10 +31,19 @@ def like(opt_state: Any, found: Any) -> Any:
     if not any(map(_is_variable, kept)):
         return found
 
-    def put(old: Any, new: Any) -> Any:
-        return jax.tree.unflatten(jax.tree.structure(old), [new]) if _is_variable(old) else new
+    left = iter(jax.tree.leaves(found))
 
-    return treedef.unflatten(map(put, kept, jax.tree.leaves(found)))
+    def put(old: Any) -> Any:
+        structure = jax.tree.structure(old)
+        return structure.unflatten([next(left) for _ in range(structure.num_leaves)])
+
+    return treedef.unflatten(map(put, kept))
+
+
+def _value(variable: Any) -> Any:
+    """The content of a variable: an array, or a mask of optax, which has no leaves."""
+    (value,) = jax.tree.leaves(variable, is_leaf=lambda x: x is not variable)
+    return value
 
 
 def _state_of(opt_state: Any) -> Any:

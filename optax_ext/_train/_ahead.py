@@ -49,7 +49,7 @@ def ahead(params: Any, opt_state: Any) -> Any:
     """
     if _nnx.is_module(params):
         graph, own, rest = _nnx.nnx().split(params, opt_state.wrt, ...)
-        return _nnx.nnx().merge(graph, _residual_tree.ahead(own, opt_state.opt_state), rest)
+        return _nnx.nnx().merge(graph, _residual_tree.ahead(own, _nnx.arrays(opt_state)), rest)
     if all(map(is_array, jax.tree.leaves(params))):
         return _residual_tree.ahead(params, opt_state)
     arrays = jax.tree.map(lambda x: x if is_array(x) else None, params)

@@ -223,12 +223,13 @@ def _specs_of(tree: Any) -> Any:
 
 def _mesh_of(args: Any) -> Any:
     """The mesh of the optimizer state, whose parameters are whole on each device."""
-    for state in _wrappers.get_states(args):
-        if state.layout.sharding.axes or state.settings.every > 1:
-            raise ValueError(
-                "data_parallel is for parameters that are whole on each device, and for exchanges "
-                "at every step: use optax_ext.make_train_step(loss_fn, tx, mesh)."
-            )
+    states = _wrappers.get_states(args)
+    in_rounds = _wrappers.moving(args) or any(state.settings.every > 1 for state in states)
+    if in_rounds or any(state.layout.sharding.axes for state in states):
+        raise ValueError(
+            "data_parallel is for parameters that are whole on each device, and for exchanges at "
+            "every step: use optax_ext.make_train_step(loss_fn, tx, mesh)."
+        )
     for x in jax.tree.leaves(_wrappers.reductions(args)):
         if isinstance(x, Tracer):
             raise ValueError(

@@ -144,11 +144,12 @@ def _tell_of_rounds(opt_state: Any) -> None:
     if index.takes_local_steps:
         every = max(index.every, default=1)
         after = f"after {every}, {2 * every}, ... steps" if every > 1 else "at the end of a round"
+        flushed = " At another step evaluate optax_ext.flush(params, opt_state)[0]."
         log.warning(
             "tx lets the workers take steps of their own between its exchanges, and params change "
-            "at an exchange only: evaluate and save them %s. At another step evaluate "
-            "optax_ext.flush(params, opt_state)[0].",
+            "at an exchange only: evaluate and save them %s.%s",
             after,
+            "" if index.has_gradients else flushed,
         )
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext._error_feedback import _groups, _nonfinite, _same_params, _trace_checks
+from optax_ext._error_feedback import _groups, _layout, _nonfinite, _same_params, _trace_checks
 from optax_ext._error_feedback._dense_state import DenseState
 from optax_ext._state import _flax
 from sparse_collectives import AxisName, _axes, _validation, extend, transport
@@ -86,8 +86,7 @@ def dense(
         del params
         _trace_checks.check_state_axis(state.axis, _axes.static_axis(axis))
         workers = _trace_checks.workers(axis)
-        for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]:
-            _validation.check_float(f"updates{jax.tree_util.keystr(path)}", leaf.dtype)
+        _layout.check_floats(updates, "updates")
         updates = _trace_checks.own_gradients(updates, axis)
         given, treedef = jax.tree.flatten(updates)
         # A sum in float16 would overflow where the mean does not.

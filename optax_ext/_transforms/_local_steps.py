@@ -7,7 +7,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext._error_feedback import _buffers, _groups, _roles, _sparse_state, _trace_checks
+from optax_ext._error_feedback import (
+    _buffers,
+    _groups,
+    _layout,
+    _roles,
+    _sparse_state,
+    _trace_checks,
+)
 from optax_ext._error_feedback._roles import MOVED, OF_WORKER, SHARED, STATISTIC, SUMMED
 from optax_ext._state import _find, _held, _host_checks, _wrappers
 from optax_ext._transforms import _branch
@@ -67,8 +74,9 @@ def local_steps(
     Steps within a round exchange nothing. The parameters that a loop holds are the common ones,
     the same on every worker; take gradients at :func:`ahead`, as :func:`make_train_step` does.
     A worker leaves out its own step if it is not finite. Train for whole rounds: the movement
-    since the last exchange is in no parameters, and :func:`flush` raises an error rather than
-    lose it.
+    since the last exchange is in no parameters. :func:`flush` applies it if ``outer`` keeps
+    nothing, as :func:`dense`, or residuals that are updates, as :func:`sparse_sgd`. With another
+    ``outer``, or while an update is on its way, it raises an error rather than lose anything.
 
     F fragments are exchanged in turn, one every H / F steps, so that no burst is larger than a
     fragment. With a delay of tau steps, an outer update is applied tau steps after its gradient
@@ -97,6 +105,7 @@ def local_steps(
       ValueError: mixing is out of [0, 1].
       ValueError: at ``init``, ``outer`` has no exchange or has rounds of its own, or there are more
         fragments than leaves.
+      TypeError: leaves that are not float32, bfloat16 or float16.
       TypeError: at ``update``, the state is one of another transformation.
 
     Example:
@@ -143,6 +152,7 @@ def local_steps(
                 f"fragments={fragments} are groups of leaves, and the parameters have {leaves}. "
                 f"Write fragments={leaves} at most."
             )
+        _layout.check_floats(params, "params")
         whole = jax.tree.map(_in_float32, params)
         states = tuple(outside.init(part) for part in parts(whole))
         _check_outer(states)
@@ -170,6 +180,7 @@ def local_steps(
                 "Make it with optax_ext.init_state(tx, params, mesh)."
             )
         _host_checks.check_before_accumulation(updates, state.outer, params)
+        _layout.check_floats(updates, "updates")
         _warn_without_ahead(updates, state, params)
         state = _stepped(state, updates, params, extra_args)
         at = (state.count + 1) % every

@@ -52,7 +52,8 @@ def quantized(
     all_to_all and an all_gather; a dense allreduce takes ``2 (P-1)/P n``. The default is 1/10 of
     that. The number does not grow with P.
 
-    ``nonfinite`` treats gradients that are not finite as in :func:`sparse_allreduce`. What a
+    ``nonfinite`` treats gradients that are not finite as in :func:`sparse_allreduce`, and a
+    gradient of 2^103 (1e31) or more counts as not finite, since owners keep errors of sums. What a
     narrow leaf cannot hold of a sum stays in the residuals, and ``withheld`` counts such entries.
 
     Args:

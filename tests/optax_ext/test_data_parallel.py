@@ -222,3 +222,21 @@ def test_an_error_of_the_step_has_no_other_advice():
     with pytest.raises(TypeError) as caught:
         step(PARAMS, TX.init(PARAMS), KEY, X)
     assert not any("split over the workers" in x for x in getattr(caught.value, "__notes__", []))
+
+
+IN_ROUNDS = {
+    "every": optax_ext.sparse_sgd(0.1, axis="data", every=2),
+    "local_steps": optax_ext.published.diloco(optax.sgd(0.1), axis="data", every=2),
+}
+
+
+@pytest.mark.parametrize("name", IN_ROUNDS)
+def test_rounds_are_refused(name):
+    @optax_ext.data_parallel
+    def step(params, state, x):
+        gradients = optax_ext.ahead(params, state)
+        updates, state = IN_ROUNDS[name].update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = optax_ext.init_state(IN_ROUNDS[name], PARAMS, MESH)
+    refused("for exchanges at every step: use optax_ext.make_train_step", step, PARAMS, state, X)

@@ -66,6 +66,33 @@ def test_a_changed_state_can_be_put_back(call):
     refused("params is a model of flax nnx", call, model, optimizer, error=TypeError)
 
 
+MASKING = {
+    "muon": optax.contrib.muon(1e-2),
+    "masked": optax.masked(optax.adam(1e-2), {"kernel": True, "bias": False}),
+}
+
+
+@pytest.mark.parametrize("name", MASKING)
+def test_an_optimizer_that_leaves_out_leaves_and_keeps_moments(name):
+    tx = optax.chain(optax_ext.quantized(axis="data"), MASKING[name])
+    models, optimizers = [nnx.Linear(6, 3, rngs=nnx.Rngs(0)) for _ in "ab"], []
+    for model, workers in zip(models, (2, 3), strict=True):
+        with_mesh = optax_ext.with_mesh(tx, mesh(workers))
+        optimizers.append(nnx.Optimizer(model, with_mesh, wrt=nnx.Param))
+    train_step(models[0], optimizers[0], BATCH)
+    assert float(optax_ext.metrics(optimizers[0])["steps"]) == 1
+    optimizers[1].opt_state = optax_ext.reshard(*optimizers)
+    params = nnx.state(models[0], nnx.Param)
+    found, opt_state = optax_ext.consolidate(params, optimizers[0])
+    assert any(x.any() for x in jax.tree.leaves(found))
+    structures = [jax.tree.structure(x) for x in (opt_state, optimizers[0].opt_state)]
+    assert structures[0] == structures[1]
+    batch = np.concatenate([BATCH, BATCH, BATCH])
+    nnx.update(models[1], jax.device_get(nnx.state(models[0])))
+    assert np.isfinite(train_step(models[1], optimizers[1], batch))
+    assert float(optax_ext.metrics(optimizers[1])["steps"]) == 2
+
+
 @pytest.mark.parametrize("workers", [4, 8])
 def test_resharded_states_train_on(workers):
     _, model, optimizer = made()
