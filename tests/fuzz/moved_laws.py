@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 
 import optax_ext
 from optax_ext._error_feedback._sparse_state import SparseAllreduceState
+from optax_ext._state._wrappers import is_mask
 from optax_ext._transforms._local_steps import LocalStepsState
 from tests.fuzz.composed import HALF, ROUND, SMALLEST, Case
 from tests.fuzz.composed_states import (
@@ -244,6 +246,11 @@ def fresh_state(case: Case, params: Any, workers: int) -> Any:
     return optax_ext.init_state(case.of.tx, params, mesh(workers))
 
 
+def in_variables(state: Any) -> Any:
+    """The state as ``nnx.Optimizer`` keeps it: each array and each mask in a variable."""
+    return jax.tree.map(nnx.OptState, state, is_leaf=is_mask)
+
+
 def check_moved(case: Case, params: Any, state: Any) -> Any:
     """All laws of a state without a step; returns the states of the workers before and after."""
     before, after = case.workers
@@ -252,6 +259,7 @@ def check_moved(case: Case, params: Any, state: Any) -> Any:
         refused(lambda: optax_ext.reshard(state, fresh[after]), ValueError)
         return state, None
     moved = optax_ext.reshard(state, fresh[after])
+    assert bits(optax_ext.reshard(in_variables(state), fresh[after])) == bits(moved)
     check_resharded(case, state, moved, fresh[after], before, after)
     back = optax_ext.reshard(moved, fresh[before])
     check_resharded(case, moved, back, fresh[before], after, before)
