@@ -52,8 +52,10 @@ def start(options: argparse.Namespace) -> None:
         raise InputError(f"--num-processes is {count}; it must be 1 or more")
     if process is not None and process < 0 or None not in (count, process) and process >= count:
         raise InputError(f"--process-id is {process}, of {count} processes: give 0 to {count - 1}")
-    if coordinator is not None and not re.fullmatch(r".+:\d{1,5}", coordinator):
-        raise InputError(f"--coordinator is {coordinator!r}; expected HOST:PORT")
+    if coordinator is not None:
+        _, colon, port = coordinator.rpartition(":")
+        if not colon or not re.fullmatch(r"\d{1,5}", port) or int(port) >= 2**16:
+            raise InputError(f"--coordinator is {coordinator!r}; expected HOST:PORT")
     try:
         socket.getaddrinfo(socket.gethostname(), None)
     except OSError as error:
@@ -63,9 +65,14 @@ def start(options: argparse.Namespace) -> None:
         ) from error
     with _end_after(options.timeout, f"{coordinator or 'the coordinator'}", count):
         # A timeout of jax would end the process without an exception, so it gets more time.
-        jax.distributed.initialize(
-            coordinator, count, process, initialization_timeout=options.timeout + 60
-        )
+        seconds = options.timeout + 60
+        try:
+            jax.distributed.initialize(coordinator, count, process, initialization_timeout=seconds)
+        except RuntimeError as error:
+            raise InputError(
+                f"the processes cannot meet at {coordinator or 'the coordinator'}, whose port may "
+                f"be in use: {str(error).splitlines()[0]}"
+            ) from error
 
 
 @contextlib.contextmanager

@@ -52,9 +52,9 @@ class PaddedCOO:
         on sparse rows. It does not make a vector of length ``size``.
 
         Args:
-          indices: ``i32[c]``, in ``[0, size]``; ``size`` marks padding.
-          values: ``f[c]``; they are added in float32 (in float64 if they are float64), in the order
-            in which they come.
+          indices: ``i32[c]``; an index that is not in ``[0, size)``, such as -1, marks padding.
+          values: ``f[c]``; the values of padding are ignored. All others are added in float32 (in
+            float64 if they are float64), in the order in which they come.
           size: the length n of the vector.
 
         Returns:
@@ -76,7 +76,9 @@ class PaddedCOO:
                 f"{values.shape}."
             )
         slots = indices.shape[0]
-        indices, values = lax.sort((indices.astype(jnp.int32), values), num_keys=1)
+        is_padding = (indices < 0) | (indices >= size)
+        indices = jnp.where(is_padding, size, indices).astype(jnp.int32)
+        indices, values = lax.sort((indices, values), num_keys=1)
         is_new = jnp.diff(indices, prepend=-1) > 0
         slot = jnp.where(indices < size, jnp.cumsum(is_new, dtype=jnp.int32) - 1, slots)
         wide = sum_dtype(values.dtype)

@@ -91,6 +91,11 @@ def uniform(seed: jax.Array, position: jax.Array) -> jax.Array:
     return bits.astype(jnp.int32).astype(jnp.float32) * jnp.float32(2.0**-24)
 
 
+def key(seed: int) -> jax.Array:
+    """A random key whose bits depend neither on the default of jax nor on ``vmap``."""
+    return jax.random.key(seed, impl="threefry2x32")
+
+
 def permuted(key: jax.Array, places: jax.Array, size: int) -> jax.Array:
     """The images of ``places i32[k]``, in [0, size), under the permutation of a key, ``i32[k]``.
 

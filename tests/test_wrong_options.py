@@ -133,6 +133,7 @@ SAID = [
     (MULTIHOST, "PMI_SIZE=4 PMI_RANK=4 --coordinator h:1", "give 0 to 3"),
     (MULTIHOST, "JAX_NUM_PROCESSES=two --coordinator h:1", "JAX_NUM_PROCESSES is 'two'"),
     (MULTIHOST, "--coordinator h --num-processes 1 --process-id 0", "HOST:PORT"),
+    (MULTIHOST, "--coordinator h:99999 --num-processes 1 --process-id 0", "HOST:PORT"),
     (MULTIHOST, "--coordinator h:1 --num-processes 0 --process-id 0", "1 or more"),
     (MULTIHOST, "--batch 20", "--batch 20 is not divisible by 8 workers"),
     (MULTIHOST, "--batch 8000", "a worker has 168 images only"),
@@ -155,3 +156,14 @@ def test_wrong_options_are_one_line(program, options, message, monkeypatch, caps
         monkeypatch.setenv(*variable.split("="))
     main = importlib.import_module(program, "benchmarks").main
     assert message in refused(main, shlex.split(options.removeprefix(variables)), capsys)
+
+
+def test_a_port_that_is_in_use_is_one_line(monkeypatch, capsys):
+    def initialize(*given, **options):
+        raise RuntimeError("UNKNOWN: Failed to start RPC server")
+
+    monkeypatch.setattr("jax.distributed.initialize", initialize)
+    main = importlib.import_module(MULTIHOST).main
+    options = "--coordinator 127.0.0.1:5 --num-processes 2 --process-id 0"
+    said = refused(main, shlex.split(options), capsys)
+    assert "cannot meet at 127.0.0.1:5, whose port may be in use: UNKNOWN: Failed" in said

@@ -36,7 +36,7 @@ def start(matrices: Sequence[Matrix], rank: int, seed: int, *, left: bool) -> Fa
     """Independent normal numbers, the same on every worker and platform."""
 
     def normal(number, sides):
-        key = jax.random.fold_in(jax.random.key(seed), number)
+        key = jax.random.fold_in(_hash.key(seed), number)
         return jax.random.normal(key, (rank * sum(sides),), jnp.float32)
 
     rows, cols = [m.rows for m in matrices], [m.cols for m in matrices]

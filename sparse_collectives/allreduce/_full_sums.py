@@ -8,7 +8,7 @@ from sparse_collectives._data import PaddedCOO
 from sparse_collectives._sparse_ops import _bits, _compaction
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, SparseAllreduce, State
-from sparse_collectives.allreduce._parts import _sums
+from sparse_collectives.allreduce._parts import _frame, _sums
 
 
 def full_sums(inner: SparseAllreduce) -> SparseAllreduce:
@@ -57,6 +57,7 @@ def full_sums(inner: SparseAllreduce) -> SparseAllreduce:
         )
 
     def reduce(coo: PaddedCOO, state: State, *, axis: AxisName, acc: jax.Array | None = None):
+        _frame.check_selection(coo, acc)
         workers = transport.axis_size(axis)
         if workers == 1:
             return inner.reduce(coo, state, axis=axis)

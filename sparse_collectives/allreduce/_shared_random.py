@@ -67,7 +67,7 @@ def shared_random(density: float, *, seed: int = 0) -> SparseAllreduce:
     def drawn(state: _frame.StepState, size: int) -> jax.Array:
         k = _validation.count_from_density(density, size)
         turns = math.ceil(size / k)
-        key = jax.random.fold_in(jax.random.key(seed), state.count // turns)
+        key = jax.random.fold_in(_hash.key(seed), state.count // turns)
         start, turn = (state.count % turns) * k, jnp.arange(k, dtype=jnp.int32)
         # The last turn of a permutation has the remaining indices; a place past n may overflow.
         inside = turn < size - start
@@ -88,7 +88,7 @@ def shared_random(density: float, *, seed: int = 0) -> SparseAllreduce:
     def reduce(
         coo: PaddedCOO, state: _frame.StepState, *, axis: AxisName, acc: jax.Array | None = None
     ):
-        _validation.check_float("coo.values", coo.values.dtype)
+        _frame.check_selection(coo, acc)
         workers = transport.axis_size(axis)
         with jax.named_scope("shared_random"):
             # The indices do not depend on the selection, which is empty if a step is skipped.

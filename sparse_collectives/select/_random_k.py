@@ -58,7 +58,7 @@ def random_k(density: float, *, seed: int = 0, axis: AxisName | None = None) -> 
 
     def choose(acc: jax.Array, k: int, turn: jax.Array):
         size = acc.shape[0]
-        key = jax.random.fold_in(jax.random.key(seed), turn)
+        key = jax.random.fold_in(_hash.key(seed), turn)
         if axis is not None:
             transport.axis_size(axis)  # Raises if the axis is not bound.
             key = jax.random.fold_in(key, transport.axis_index(axis))

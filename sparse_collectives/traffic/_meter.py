@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -56,20 +57,20 @@ def of_function(
       1500.0
     """
     names, sizes = _axes(axis, axis_size)
-    mesh = AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
-    mapped = jax.shard_map(
-        fn,
-        mesh=mesh,
-        in_specs=PartitionSpec() if in_specs is None else in_specs,
-        out_specs=PartitionSpec() if out_specs is None else out_specs,
-        check_vma=False,
-    )
+    whole = PartitionSpec()
+    in_specs, out_specs = (whole if x is None else x for x in (in_specs, out_specs))
+    mapped = _mapped(fn, names, sizes, in_specs=in_specs, out_specs=out_specs)
     # Only shapes: an array may live on a mesh other than this one.
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type),
         jax.eval_shape(lambda *x: x, *args),
     )
     return of_traced(jax.jit(mapped).trace(*shapes), frequencies, conditional)
+
+
+def _mapped(fn, names, sizes, **specs):
+    mesh = AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
+    return jax.shard_map(fn, mesh=mesh, check_vma=False, **specs)
 
 
 def of_allreduce(
@@ -102,10 +103,11 @@ def of_allreduce(
     for name, value in (("size", size), ("capacity", capacity)):
         if value < 1:
             raise ValueError(f"`{name}` is {value}; pass a number >= 1.")
-    _, sizes = _axes(axis, axis_size)
+    names, sizes = _axes(axis, axis_size)
     # The state is an argument, as in a training step: as a constant it could
     # decide a conditional while tracing.
-    state = jax.eval_shape(lambda: allreduce.init(size, math.prod(sizes)))
+    init = functools.partial(allreduce.init, size, math.prod(sizes))
+    state = jax.eval_shape(_mapped(init, names, sizes, in_specs=(), out_specs=PartitionSpec()))
 
     def step(values, indices, state):
         coo = PaddedCOO(values, indices, size)

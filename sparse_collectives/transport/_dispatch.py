@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
@@ -182,7 +183,17 @@ def ppermute(x: jax.Array, axis: AxisName, pairs: Sequence[tuple[int, int]]) -> 
         return _mpi.ppermute(x, axis, pairs)
     pairs = list(pairs)
     workers = range(lax.axis_size(axis))
-    if len(pairs) == len(workers) or not is_simulated(axis):
+    if not is_simulated(axis):
+        return lax.ppermute(x, axis, _in_mesh_order(pairs, axis))
+    if len(axis_names(axis)) > 1:
+        # vmap permutes over one axis only.
+        sources = np.full(len(workers), -1)
+        for source, target in pairs:
+            sources[target] = source
+        source = jnp.asarray(sources, jnp.int32)[axis_index(axis)]
+        received = all_gather(x, axis)[jnp.maximum(source, 0)]
+        return jnp.where(source >= 0, received, jnp.zeros_like(received))
+    if len(pairs) == len(workers):
         return lax.ppermute(x, axis, pairs)
     # vmap needs every worker to send and to receive; one more message costs nothing there.
     sources, targets = ([pair[end] for pair in pairs] for end in (0, 1))
@@ -194,6 +205,16 @@ def ppermute(x: jax.Array, axis: AxisName, pairs: Sequence[tuple[int, int]]) -> 
     received = lax.ppermute(x, axis, pairs + list(idle))
     is_target = jnp.any(jnp.asarray(targets, jnp.int32) == axis_index(axis))
     return jnp.where(is_target, received, jnp.zeros_like(received))
+
+
+def _in_mesh_order(pairs: list[tuple[int, int]], axis: AxisName) -> list[tuple[int, int]]:
+    """The pairs as ``lax.ppermute`` numbers workers: in the order of the mesh, not of the names."""
+    names = axis_names(axis)
+    known = jax.sharding.get_abstract_mesh().axis_names
+    order = sorted(range(len(names)), key=lambda i: known.index(names[i]))
+    numbers = np.arange(lax.axis_size(axis)).reshape([lax.axis_size(name) for name in names])
+    place = np.argsort(numbers.transpose(order).reshape(-1)).tolist()
+    return [(place[source], place[target]) for source, target in pairs]
 
 
 def words_of_ppermute(words: float, P: int, pairs: Iterable[Sequence[int]] | None = None) -> float:

@@ -70,6 +70,60 @@ def test_total_on_a_mesh_is_replicated(name, check_vma, workers):
     )
 
 
+# Those with messages from one worker to another, and one with none.
+MESSAGES = ("spardl", "gtopk", "ring_sparse", "ssar_recursive_double", "topk_a")
+MESSAGES += ("ok_topk, as published",)
+
+
+@pytest.mark.parametrize("way", ["mesh", "simulate"])
+@pytest.mark.parametrize("name", helpers.slow_but(MESSAGES, table.ALLREDUCES))
+@pytest.mark.one_in(4)
+def test_two_axes_in_another_order_than_the_mesh(name, way):
+    allreduce, axis, sizes = ROWS[name].allreduce, ("inner", "outer"), (3, 2)
+    given = np.random.default_rng(0).standard_normal((6, SIZE)).astype(np.float32)
+
+    def step(acc):
+        state = allreduce.init(SIZE, 6)
+        seen = allreduce.local_view(acc, state, axis=axis)
+        coo, *_ = SELECTOR.select(seen, SELECTOR.init(seen.size))
+        coo = allreduce.to_global(coo, SIZE, state, axis=axis)
+        options = {"acc": acc} if allreduce.full_sums else {}
+        total, undelivered, *_ = allreduce.reduce(coo, state, axis=axis, **options)
+        total = total.to_dense() if isinstance(total, sc.PaddedCOO) else total
+        return total, undelivered.residual(acc, coo)
+
+    if way == "simulate":
+        results = sc.simulate(step, axis=axis, axis_size=sizes)(given.reshape(*sizes, SIZE))
+    else:
+        on, rows = helpers.mesh((2, 3), axis[::-1]), jax.sharding.PartitionSpec(axis)
+        mapped = jax.shard_map(
+            lambda acc: jax.tree.map(lambda x: x[None], step(acc[0])),
+            mesh=on,
+            in_specs=rows,
+            out_specs=rows,
+            check_vma=False,
+        )
+        results = jax.jit(mapped)(given)
+    totals, residuals = (np.asarray(x, np.float64).reshape(6, SIZE) for x in results)
+    np.testing.assert_array_equal(totals, totals[:1] + np.zeros_like(totals))
+    exact = given.sum(axis=0, dtype=np.float64)
+    np.testing.assert_allclose(totals[0] + residuals.sum(axis=0), exact, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["rbg", "unsafe_rbg"])
+def test_all_workers_draw_the_same_with_any_default_of_jax(kind):
+    allreduce, selector = sc.allreduce.shared_random(density=0.2), sc.select.random_k(density=0.2)
+
+    def step(acc):
+        drawn = selector.select(acc, selector.init(SIZE))[0].indices
+        coo, *_ = SELECTOR.select(acc, SELECTOR.init(SIZE))
+        return drawn, allreduce.reduce(coo, allreduce.init(SIZE, 3), axis="w", acc=acc)[0].indices
+
+    with jax.default_prng_impl(kind):
+        for drawn in sc.simulate(step, axis="w", axis_size=3)(jnp.ones((3, SIZE))):
+            np.testing.assert_array_equal(drawn, drawn[:1] + jnp.zeros_like(drawn))
+
+
 LARGEST = 2**31 - 1
 AT_THE_LARGEST = {
     **{name: {} for name in table.ALGORITHMS},

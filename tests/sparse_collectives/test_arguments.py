@@ -3,6 +3,7 @@
 test_selector_contract.py covers the density and the accumulator of every selector.
 """
 
+import functools
 import math
 
 import jax.numpy as jnp
@@ -108,6 +109,13 @@ def drawn_by_each(**options):
     return selector.select(jnp.ones(10), selector.init(10))
 
 
+def summed(name, coo, **options):
+    allreduce = table.make(name, 0.5)
+    call = functools.partial(allreduce.reduce, axis="w", **options)
+    sc.simulate(lambda _: call(coo, allreduce.init(9, 2))[0], axis="w", axis_size=2)(jnp.ones(2))
+
+
+NO_SLOTS = sc.PaddedCOO(COO.values[:0], COO.indices[:0], 9)
 A_PAIR = r"axis must be a pair \(outer, inner\).*torus_2d"
 CALLS = [
     (lambda: drawn_by_each(axis="workers"), "'workers' is not bound"),
@@ -134,6 +142,9 @@ CALLS = [
     (lambda: over_a_torus(("node", "node")), A_PAIR),
     (lambda: over_a_torus(("a", "b", "c")), A_PAIR),
     (lambda: over_a_torus(("node", "device")), "is not bound here"),
+    (lambda: summed("ok_topk", NO_SLOTS), "coo has no slots, of a vector of 9 entries"),
+    (lambda: summed("topk_a", NO_SLOTS), "coo has no slots.*Give it at least one"),
+    (lambda: summed("shared_random", COO, acc=jnp.ones(5)), r"acc has shape \(5,\).*9 entries"),
     (with_the_state_of_others, "made for 3 workers, but the axis has 4"),
     (
         lambda: sc.simulate(lambda x: HIERARCHICAL.init(100, 6), axis="device", axis_size=4)(

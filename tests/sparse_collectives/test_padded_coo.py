@@ -90,12 +90,14 @@ def test_empty_is_padding_only(dtype):
 @pytest.mark.parametrize("pairs", [1, 40])
 def test_pairs_of_one_index_are_added_and_the_indices_ascend(pairs, dtype):
     rng = np.random.default_rng(pairs)
-    indices = rng.integers(0, SIZE + 1, pairs).astype(np.int32)
+    # Also two that embeddings use as padding.
+    given = rng.integers(-1, SIZE + 2, pairs).astype(np.int32)
+    indices = np.where((given < 0) | (given > SIZE), SIZE, given)
     values = rng.integers(-8, 8, pairs).astype(np.float32)
     expected = np.zeros(SIZE + 1)
     np.add.at(expected, indices, values)
     coo = jax.jit(sc.PaddedCOO.from_pairs, static_argnums=2)(
-        jnp.asarray(indices), jnp.asarray(values, dtype), SIZE
+        jnp.asarray(given), jnp.asarray(values, dtype), SIZE
     )
     assert (coo.capacity, coo.values.dtype) == (pairs, dtype)
     np.testing.assert_array_equal(np.asarray(coo.to_dense(), np.float64), expected[:SIZE])

@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
 
+import sparse_collectives as sc
 from sparse_collectives import traffic
 from tests.sparse_collectives import helpers
 
@@ -133,6 +134,14 @@ def test_words_of_an_axis_within_an_axis():
     measured = traffic.of_traced(jax.jit(over(outer, "node", mesh)).trace(shape()))
     assert [row.group_size for row in measured.collectives] == [3, 2]
     assert measured.words == pytest.approx(2 * N * 2 / 3 + N)
+
+
+def test_words_of_an_allreduce_of_two_levels():
+    allreduce = sc.allreduce.hierarchical(inner_axis="device", outer=sc.allreduce.topk_a())
+    options = {"size": 1000, "capacity": 10, "axis": ("node", "device"), "axis_size": (2, 4)}
+    found = traffic.of_allreduce(allreduce, **options)
+    # The pairs of the other node, and three numbers of each of the others in the node.
+    assert found.words == 2 * 10 + 3 * 3
 
 
 @pytest.mark.parametrize("name", [x for x in COLLECTIVES if x not in ("pmin", "pbroadcast")])

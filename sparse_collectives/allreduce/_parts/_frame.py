@@ -57,6 +57,21 @@ def without_state(layout: int | Layout, axis_size: int) -> tuple[()]:
     return ()
 
 
+def check_selection(coo: PaddedCOO, acc: jax.Array | None, *, float64: bool = False) -> None:
+    """Checks what ``reduce`` takes: a selection, and the accumulator that it is from, if any."""
+    _validation.check_float("coo.values", coo.values.dtype, float64=float64)
+    if coo.size and not coo.capacity:
+        raise ValueError(
+            f"coo has no slots, of a vector of {coo.size} entries. Give it at least one: padding "
+            "has the index coo.size and the value 0."
+        )
+    if acc is not None and acc.shape != (coo.size,):
+        raise ValueError(
+            f"acc has shape {acc.shape}, and coo is a selection from {coo.size} entries. Give the "
+            "accumulator that it was selected from."
+        )
+
+
 def counted(
     *, exact: bool = True, float64: bool = False, adds: bool = True, dense: bool = False
 ) -> Callable[[Callable], Callable]:
@@ -75,7 +90,7 @@ def counted(
     def decorate(exchange: Callable) -> Callable:
         @functools.wraps(exchange)
         def reduce(coo: PaddedCOO, state: StepState, *, axis: AxisName, **options: Any):
-            _validation.check_float("coo.values", coo.values.dtype, float64=float64)
+            check_selection(coo, options.get("acc"), float64=float64)
             following = StepState(state.count + 1)
             if transport.axis_size(axis) > 1:
                 total, undelivered, info = exchange(coo, state.count, axis=axis, **options)
@@ -106,9 +121,8 @@ def sums_in_range(*, exact: bool = True, float64: bool = False) -> Callable[[Cal
     def decorate(reduce: Callable) -> Callable:
         @functools.wraps(reduce)
         def cut_and_reduce(coo: PaddedCOO, state: State, *, axis: AxisName, **options: Any):
-            dtype = coo.values.dtype
-            _validation.check_float("coo.values", dtype, float64=float64)
-            workers = transport.axis_size(axis)
+            check_selection(coo, options.get("acc"), float64=float64)
+            dtype, workers = coo.values.dtype, transport.axis_size(axis)
             if workers == 1:
                 return reduce(coo, state, axis=axis, **options)
             share = np.asarray(largest_share(dtype, workers, exact=exact), dtype)

@@ -12,7 +12,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from sparse_collectives import _validation
+from sparse_collectives import _hash, _validation
 from sparse_collectives._data import PaddedCOO
 from sparse_collectives._sparse_ops import _bits, _compaction, _kth_magnitude
 from sparse_collectives._spec import Spec
@@ -99,7 +99,7 @@ def _sampled_threshold_bits(
 ) -> jax.Array:
     """The magnitude that the same share of a random sample reaches."""
     size = acc.shape[0]
-    key = jax.random.fold_in(jax.random.key(seed), step)
+    key = jax.random.fold_in(_hash.key(seed), step)
     position = jax.random.randint(key, (sampled,), 0, size)
     sample = acc.at[position].get(mode="promise_in_bounds")
     rank = max(1, round(sampled * k / size))
