@@ -3,6 +3,7 @@
 from typing import Any
 
 from benchmarks._common.timing import over
+from sparse_collectives import select
 
 from ._data import (
     LABELS,
@@ -112,7 +113,10 @@ def table_gpu_timings() -> Rows:
         key = f"select.{name}" if part == "selection" else name
         if part in ("selection", "step, P = 1") and (key in moved or name == "lax.top_k"):
             low, high = row["quartiles_ms"]
-            line = [f"`{name if key not in moved else key}`", str(row["launches"])]
+            shown = name if key not in moved else key
+            if part == "selection" and hasattr(select.published, name):
+                shown = f"select.published.{name}"
+            line = [f"`{shown}`", str(row["launches"])]
             line.append(around(low, row["median_ms"], high, 2))
             computed = ""
             if key in moved:
