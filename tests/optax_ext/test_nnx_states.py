@@ -68,7 +68,7 @@ def test_a_changed_state_can_be_put_back(call):
 
 MASKING = {
     "muon": optax.contrib.muon(1e-2),
-    "masked": optax.masked(optax.adam(1e-2), {"kernel": True, "bias": False}),
+    "masked": optax.masked(optax.adam(1e-2), lambda p: jax.tree.map(lambda x: x.ndim > 1, p)),
 }
 
 
