@@ -34,11 +34,11 @@ def reshard(opt_state: Any, fresh_state: Any) -> Any:
     residual is split by index among several, without arithmetic. With fewer, the residuals are
     added up exactly: the sum at each index goes to one worker, and the part that float32 rounds
     off goes to the next ones. This is exact if the sum has no more than 24 bits for each new
-    worker; with one worker it is rounded once. (With residuals in bfloat16 it is 8 bits, and
-    some is rounded off when there are fewer workers, or when the residuals were float32.) A sum
-    that is not finite goes to one worker as it is, and no other index is touched. The velocity of
-    a momentum correction moves in the same way; if only one of the states has a velocity, the one
-    of ``fresh_state`` is kept.
+    worker; with one worker it is rounded once. (With residuals in bfloat16 it is 8 bits. Some is
+    then rounded off when there are fewer workers, or when the residuals were float32.) A sum that
+    is not finite goes to one worker as it is, and no other index is touched. The velocity of a
+    momentum correction moves in the same way; if only one of the states has a velocity, the one of
+    ``fresh_state`` is kept.
 
     An update divides by the number of workers: with 3 instead of 8, the contents of the residuals
     weigh 8/3 as much when they are delivered.

@@ -80,13 +80,15 @@ def best_runs(
 def table_loss_many_workers() -> Rows:
     """Ways to train with many workers at their best learning rates, above the dense run."""
     file, rows = "learning_many.jsonl", []
-    (dense,) = best_runs({"dense": "dense"}, file)
-    for workers in sorted({run["workers"] for run in runs(file)} - {1}):
-        for one in best_runs(LABELS["loss_many_workers"], file, workers=workers):
-            if len(one.runs) == len(dense.runs):
-                words = f"{one.words:,.0f}"
-                rows.append([str(workers), one.shown, _above(one, dense), one.rate_shown, words])
-    return blank_repeats(rows)
+    for steps in sorted({run["steps"] for run in runs(file)}):
+        (dense,) = best_runs({"dense": "dense"}, file, steps=steps)
+        for workers in sorted({run["workers"] for run in runs(file, steps=steps)} - {1}):
+            labels = LABELS["loss_many_workers"]
+            for one in best_runs(labels, file, steps=steps, workers=workers):
+                if len(one.runs) == len(dense.runs):
+                    row = [f"{steps:,}", str(workers), one.shown, _above(one, dense)]
+                    rows.append([*row, one.rate_shown, f"{one.words:,.0f}"])
+    return blank_repeats(rows, 2)
 
 
 def _above(one: Best, dense: Best) -> str:
