@@ -184,7 +184,7 @@ def ppermute(x: jax.Array, axis: AxisName, pairs: Sequence[tuple[int, int]]) -> 
     pairs = list(pairs)
     workers = range(lax.axis_size(axis))
     if not is_simulated(axis):
-        return lax.ppermute(x, axis, _in_mesh_order(pairs, axis))
+        return lax.ppermute(x, *_in_mesh_order(axis, pairs))
     if len(axis_names(axis)) > 1:
         # vmap permutes over one axis only.
         sources = np.full(len(workers), -1)
@@ -207,14 +207,22 @@ def ppermute(x: jax.Array, axis: AxisName, pairs: Sequence[tuple[int, int]]) -> 
     return jnp.where(is_target, received, jnp.zeros_like(received))
 
 
-def _in_mesh_order(pairs: list[tuple[int, int]], axis: AxisName) -> list[tuple[int, int]]:
-    """The pairs as ``lax.ppermute`` numbers workers: in the order of the mesh, not of the names."""
+def _in_mesh_order(
+    axis: AxisName, pairs: list[tuple[int, int]]
+) -> tuple[AxisName, list[tuple[int, int]]]:
+    """The names in the order of the mesh, in which ``lax.ppermute`` numbers workers, and the pairs.
+
+    (Other collectives number them in the order of the names.)
+    """
     names = axis_names(axis)
     known = jax.sharding.get_abstract_mesh().axis_names
     order = sorted(range(len(names)), key=lambda i: known.index(names[i]))
+    if order == list(range(len(names))):
+        return axis, pairs
     numbers = np.arange(lax.axis_size(axis)).reshape([lax.axis_size(name) for name in names])
     place = np.argsort(numbers.transpose(order).reshape(-1)).tolist()
-    return [(place[source], place[target]) for source, target in pairs]
+    ordered = tuple(names[i] for i in order)
+    return ordered, [(place[source], place[target]) for source, target in pairs]
 
 
 def words_of_ppermute(words: float, P: int, pairs: Iterable[Sequence[int]] | None = None) -> float:
