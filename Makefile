@@ -38,6 +38,7 @@ NEWEST_TESTS := $(addprefix tests/,\
         test_nonfinite.py test_buckets.py test_sharded_program.py test_as_optax.py \
         test_rounds_mapped.py test_train_round.py test_explicit_axes.py test_whole.py test_around_a_step.py) \
     sparse_collectives/test_direct_messages.py sparse_collectives/test_allreduce_programs.py \
+    sparse_collectives/test_several_axes.py \
     $(addprefix elastic/,test_two_workers.py test_handover.py test_checkpoints.py))
 TRAININGS := tests/test_examples.py tests/test_smoke.py tests/test_training.py tests/system
 # Without the last option, xdist waits forever after a process of the tests has crashed.

@@ -155,6 +155,10 @@ def psum_scatter(x: jax.Array, axis: AxisName) -> jax.Array:
         return _mpi.psum_scatter(x, axis)
     if _direct.is_worth(axis, _bytes(x)):
         return _direct.psum_scatter(x, axis)
+    if len(axis_names(axis)) > 1 and is_simulated(axis):
+        # vmap scatters over one axis only.
+        parts = lax.psum(x, axis).reshape(lax.axis_size(axis), -1, *x.shape[1:])
+        return parts[axis_index(axis)]
     return lax.psum_scatter(x, axis, scatter_dimension=0, tiled=True)
 
 
