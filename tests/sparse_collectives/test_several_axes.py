@@ -18,7 +18,7 @@ SUM = GIVEN.sum(axis=0)
 RING, SOME = [(i, (i + 1) % P) for i in range(P)], [(4, 2), (0, 3)]
 RECEIVED = np.zeros_like(GIVEN)
 RECEIVED[[2, 3]] = GIVEN[[4, 0]]
-# Of each collective the function of a worker, and what all workers get.
+# The function of a worker for each collective, and what all workers get.
 COLLECTIVES = {
     "axis_index": (lambda x, axis: transport.axis_index(axis), np.arange(P)),
     "psum": (transport.psum, np.tile(SUM, (P, 1))),

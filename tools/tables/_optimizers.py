@@ -16,8 +16,8 @@ def table_other_optimizers() -> Rows:
 
 
 def table_other_optimizers_longer() -> Rows:
-    """The same after more steps, for what costs fewer bytes than PowerSGD."""
-    return _above_dense((*SHOWN[:2], "every=3", SHOWN[2]), 4000)
+    """The same after more steps."""
+    return _above_dense((*SHOWN[:2], "every=3", *SHOWN[2:4]), 4000)
 
 
 def _above_dense(shown: tuple[str, ...], steps: int) -> Rows:
