@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from sparse_collectives import _validation
 from sparse_collectives.cost_model import ALGORITHMS, Algorithm, Workload, predict
 from sparse_collectives.cost_model._codecs import CODECS, codec_sizes, has_room
 from sparse_collectives.cost_model._costs import Network
@@ -79,8 +80,9 @@ def plan(
       A :class:`Plan`.
 
     Raises:
-      ValueError: a name is unknown, or a factor is not a positive number.
+      ValueError: a name is unknown, a factor is not a positive number, or ``compute`` is negative.
     """
+    compute = _validation.check_number("compute", compute, 0.0, math.inf)
     offered = {name: row for name, row in ALGORITHMS.items() if row.planned}
     names = tuple(offered) if names is None else ("dense", *names)
     codecs = tuple(CODECS) if codecs is None else tuple(codecs)

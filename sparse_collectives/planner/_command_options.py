@@ -6,6 +6,7 @@ A check raises a ValueError that names the option, the value and what to write i
 import argparse
 import functools
 import math
+import pathlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -59,6 +60,13 @@ def values(options: Iterable[Option], args: argparse.Namespace) -> argparse.Name
 
 def _workers(name: str, text: str, examples: str = "16, 256 or 1k") -> int:
     return _units.count(name, text, most=_MOST_WORKERS, examples=examples)
+
+
+def _new_file(name: str, text: str) -> str:
+    """Checked before anything is measured."""
+    if not pathlib.Path(text).parent.is_dir():
+        raise ValueError(f"{name} must be in a folder that exists, got {text}.")
+    return text
 
 
 def _density(name: str, text: str) -> float:
@@ -181,7 +189,7 @@ PLAN = (
         more={"nargs": "?", "const": _option_files.ADAMW},
     ),
     Option("all", None, "show every encoding"),
-    Option("json", "FILE", "also write all numbers here"),
+    Option("json", "FILE", "also write all numbers here", check=_new_file),
 )
 
 ROUNDS = (
@@ -209,5 +217,5 @@ MEASURE = (
         functools.partial(_units.count, examples="9 or 100"),
         default="9",
     ),
-    Option("json", "FILE", "write the fit here, for plan --measured"),
+    Option("json", "FILE", "write the fit here, for plan --measured", check=_new_file),
 )

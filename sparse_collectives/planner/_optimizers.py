@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from sparse_collectives import _validation
 from sparse_collectives.allreduce._parts._few_bits import FewBits
 from sparse_collectives.cost_model import Workload, predict
 from sparse_collectives.cost_model._codecs import codec_sizes
@@ -183,7 +184,11 @@ def plan_optimizers(
       exact: whether to leave out optimizers that round messages.
       steps: the steps to the same loss by the name of an allreduce, as in :func:`plan`; optimizers
         without a number are left out, except the dense ones.
+
+    Raises:
+      ValueError: ``compute`` is negative.
     """
+    compute = _validation.check_number("compute", compute, 0.0, math.inf)
     ways = [way for way in optimizers(workload, local) if way.exact or not exact]
     rows = fastest_first(ways, ways[-1], network, compute, steps)
     dense = next(row for row in rows if row.dense)

@@ -76,6 +76,11 @@ def test_steps_are_positive_numbers_of_known_algorithms():
             plan_of(1000, 0.1, 4, NET, steps=steps)
 
 
+def test_a_step_takes_no_negative_time():
+    with pytest.raises(ValueError, match=r"compute must be a number in .*got -1\.0"):
+        plan_of(1000, 0.1, 4, NET, compute=-1.0)
+
+
 def test_encoding_without_room_for_the_gaps_is_left_out():
     plan = plan_of(10**8, 0.001, 16, SLOW_LINK)
     assert plan.crowded == ("narrow8",)

@@ -97,6 +97,7 @@ WRONG = {
     "--merge-cost": ("gpu",),
     "--workers-per-core": ("0.5", "nan", "two", "1e9"),
     "--measured": ("/does/not/exist", ""),
+    "--json": ("/does/not/exist",),
     "--bogus": ("",),
 }
 # The messages of argparse or of the system.
@@ -118,6 +119,7 @@ def test_missing_arguments_are_one_line_and_no_command_prints_the_help(capsys):
         (["plan"], "--params"),
         (["plan", *SLOW[:6]], "--measured"),
         (["measure", "--bogus"], "unrecognized"),
+        (["measure", "--json", "/no/file"], "--json must be in a folder that exists, got /no/file"),
         (["bogus"], "invalid choice"),
     ):
         assert match in fails(capsys, *arguments)
