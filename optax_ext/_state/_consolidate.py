@@ -85,7 +85,10 @@ def _check_nothing_moved(params: Any, opt_state: Any) -> None:
         return spread([jax.tree.map(number, tree) for tree in rows], params)
 
     largest = of_workers(lambda moved: jnp.max(jnp.abs(moved), axis=0))
-    apart = of_workers(lambda moved: jnp.max(jnp.abs(moved - moved[:1]), axis=0))
+    is_narrow = any(jnp.result_type(leaf).itemsize < 4 for leaf in jax.tree.leaves(params))
+    apart = largest
+    if is_narrow:
+        apart = of_workers(lambda moved: jnp.max(jnp.abs(moved - moved[:1]), axis=0))
     check_shapes(params, largest)
     for leaf, most, differs in zip(jax.tree.leaves(params), largest, apart, strict=True):
         if most is None or isinstance(most, Tracer) or not most.size:

@@ -67,18 +67,16 @@ def spread(trees: Iterable[Any], params: Any) -> list[Any]:
             sizes = []
         wrong = [size for part, size in zip(parts, sizes) if size != 1 and not is_mask(part)]
         if wrong or sum(sizes) != len(found):
-            if structure.num_nodes == 1 and len(found) > 1:
-                raise ValueError(
-                    "opt_state has one vector for some of the leaves of params, and does not say "
-                    "for which: optax.flatten is inside of optax.partition or optax.masked. Put it "
-                    "around them, or leave it out."
-                )
+            of_some = (
+                " (One vector does not say for which leaves it is: put optax.flatten around "
+                "optax.partition or optax.masked, not inside of them.)"
+            )
             raise ValueError(
                 f"opt_state was made for parameters with another tree than params: {structure}, "
                 f"and {jax.tree.structure(params)}. Give the parameters that init was called with; "
                 "with optax.lookahead these are params.fast, and the step is one of your own: "
                 "jax.grad(loss_fn)(optax_ext.ahead(params.fast, opt_state), batch) in a function "
-                "with @optax_ext.data_parallel."
+                f"with @optax_ext.data_parallel.{of_some if structure.num_nodes == 1 else ''}"
             )
         each = [part for part, size in zip(parts, sizes, strict=True) for _ in range(size)]
         for i, part in enumerate(each):

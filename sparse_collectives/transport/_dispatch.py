@@ -190,7 +190,7 @@ def ppermute(x: jax.Array, axis: AxisName, pairs: Sequence[tuple[int, int]]) -> 
     if not is_simulated(axis):
         return lax.ppermute(x, *_in_mesh_order(axis, pairs))
     if len(axis_names(axis)) > 1:
-        # vmap permutes over one axis only.
+        # vmap permutes over one axis only. (Gathers of the largest n are too large for one axis.)
         sources = np.full(len(workers), -1)
         for source, target in pairs:
             sources[target] = source

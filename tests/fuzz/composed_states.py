@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from optax_ext._error_feedback._dense_state import DenseState
 from optax_ext._error_feedback._sparse_state import SparseAllreduceState
+from optax_ext._state._wrappers import is_mask
 from optax_ext._transforms._delayed import DelayedState
 from optax_ext._transforms._local_steps import LocalStepsState
 from optax_ext._transforms._multi_steps import MultiStepsState
@@ -152,6 +154,11 @@ def by_leaf(node: SparseAllreduceState) -> dict[str, np.ndarray]:
             start = stop
     assert start == rows.shape[1]
     return found
+
+
+def in_variables(state: Any) -> Any:
+    """The state as ``nnx.Optimizer`` keeps it: each array and each mask in a variable."""
+    return jax.tree.map(nnx.OptState, state, is_leaf=is_mask)
 
 
 def named(tree: Any) -> dict[str, np.ndarray]:

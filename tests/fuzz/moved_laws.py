@@ -9,11 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 
 import optax_ext
 from optax_ext._error_feedback._sparse_state import SparseAllreduceState
-from optax_ext._state._wrappers import is_mask
 from optax_ext._transforms._local_steps import LocalStepsState
 from tests.fuzz.composed import HALF, ROUND, SMALLEST, Case
 from tests.fuzz.composed_states import (
@@ -22,6 +20,7 @@ from tests.fuzz.composed_states import (
     by_leaf,
     check_says_what_to_do,
     filled,
+    in_variables,
     named,
     nodes,
     refused,
@@ -244,11 +243,6 @@ def _moves(state: Any) -> bool:
 
 def fresh_state(case: Case, params: Any, workers: int) -> Any:
     return optax_ext.init_state(case.of.tx, params, mesh(workers))
-
-
-def in_variables(state: Any) -> Any:
-    """The state as ``nnx.Optimizer`` keeps it: each array and each mask in a variable."""
-    return jax.tree.map(nnx.OptState, state, is_leaf=is_mask)
 
 
 def check_moved(case: Case, params: Any, state: Any) -> Any:

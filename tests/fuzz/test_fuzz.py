@@ -150,6 +150,18 @@ def _settings(examples: int) -> Any:
     )
 
 
+def check_part(part: int, strategy: Any, check: Any, examples: int) -> None:
+    """Checks so many draws of a strategy, others in each part."""
+
+    @hypothesis.seed(part)
+    @hypothesis.given(strategy)
+    @_settings(examples)
+    def holds(drawn):
+        check(drawn)
+
+    holds()
+
+
 @hypothesis.given(configurations())
 @_settings(2)
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import optax_ext
 from tests.fuzz.composed import AHEAD, AROUND, OTHERS, SHAPES, STEPS, WORKERS, Case, Composed
 from tests.fuzz.configurations import SEEDS
 from tests.fuzz.moved_laws import check_resharded, loss_fn
-from tests.fuzz.test_fuzz import PARTS, _settings
+from tests.fuzz.test_fuzz import PARTS, _settings, check_part
 from tests.optax_ext.helpers import mesh
 
 # These treat leaves by their shapes, or several leaves as one bucket.
@@ -94,10 +94,4 @@ def test_a_few_exchanges_compute_the_same_in_one_vector(case):
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_exchanges_compute_the_same_in_one_vector(part):
-    @hypothesis.seed(part)
-    @hypothesis.given(cases())
-    @_settings(4 * EXAMPLES)
-    def holds(case):
-        check(case)
-
-    holds()
+    check_part(part, cases(), check, 4 * EXAMPLES)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.fuzz.composed import STEPS, cases, pairs
 from tests.fuzz.moved_laws import check_filled, check_pair, check_trained
-from tests.fuzz.test_fuzz import PARTS, _settings
+from tests.fuzz.test_fuzz import PARTS, _settings, check_part
 
 FILLED, OTHER, TRAINED = 15, 8, 2  # examples
 
@@ -43,12 +43,4 @@ CHECKS = {
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("which", CHECKS)
 def test_the_laws_hold_in_any_composition(which, part):
-    drawn, check, examples = CHECKS[which]
-
-    @hypothesis.seed(part)
-    @hypothesis.given(drawn)
-    @_settings(examples)
-    def holds(given):
-        check(given)
-
-    holds()
+    check_part(part, *CHECKS[which])

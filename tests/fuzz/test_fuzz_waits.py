@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import optax_ext
 import sparse_collectives as sc
 from tests.fuzz.configurations import flat_allreduces
-from tests.fuzz.test_fuzz import PARTS, _settings
+from tests.fuzz.test_fuzz import PARTS, _settings, check_part
 from tests.optax_ext.test_waits import longest_waits
 from tests.reference.windows import longest_wait
 from tests.sparse_collectives.table import SELECTORS
@@ -133,10 +133,4 @@ def test_waits_are_short_in_a_few_combinations(drawn):
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_waits_are_short_in_all_that_can_be_combined(part):
-    @hypothesis.seed(part)
-    @hypothesis.given(steady())
-    @_settings(IN_A_PART)
-    def holds(drawn):
-        check(drawn)
-
-    holds()
+    check_part(part, steady(), check, IN_A_PART)

@@ -59,7 +59,7 @@ def test_one_vector_in_the_middle_of_a_round():
 
 def test_one_vector_of_some_leaves():
     tx = optax.partition({"a": optax.flatten(ADAMW), "b": TOPK_A}, {"w": "a", "b": "b"})
-    refused("optax.flatten is inside of optax.partition", trained, tx)
+    refused("put optax.flatten around optax.partition", trained, tx)
 
 
 NO_ENTRIES = {

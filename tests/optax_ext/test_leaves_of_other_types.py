@@ -133,3 +133,13 @@ def test_auxiliary_values_that_have_no_mean_are_named(aux):
     message = r"^aux\['kept'\] is .*, and must be an array of numbers\. .*means.*Leave it out"
     with pytest.raises(TypeError, match=message):
         step(params, state, normal((4, 6), 0))
+
+
+@pytest.mark.parametrize("dtype", [np.complex64, np.int32])
+def test_local_steps_refuse_leaves_that_are_not_real(dtype):
+    outer = optax.chain(optax_ext.dense(axis="data"), optax.sgd(1.0))
+    tx = optax_ext.local_steps(optax.sgd(0.1), outer, every=2)
+    message = rf"params\['a'\] must be of a real floating type, got {dtype.__name__}"
+    refused(
+        message, optax_ext.init_state, tx, {"a": np.ones(3, dtype)}, {"data": 2}, error=TypeError
+    )

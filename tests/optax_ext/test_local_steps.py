@@ -246,16 +246,6 @@ def test_flush_moves_to_the_mean_of_the_workers_models_and_loses_nothing(dtype, 
     train(tx, loss_fn, flushed, [batch_of()], mesh(), state=left)
 
 
-@pytest.mark.parametrize("dtype", [np.complex64, np.int32])
-def test_leaves_that_are_not_real_are_refused(dtype):
-    outer = optax.chain(optax_ext.dense(axis="data"), optax.sgd(1.0))
-    tx = optax_ext.local_steps(optax.sgd(0.1), outer, every=2)
-    message = rf"params\['a'\] must be of a real floating type, got {dtype.__name__}"
-    refused(
-        message, optax_ext.init_state, tx, {"a": np.ones(3, dtype)}, {"data": 2}, error=TypeError
-    )
-
-
 def test_a_round_with_residuals_of_gradients_has_to_end(caplog):
     outer = optax.chain(optax_ext.quantized(axis="data"), optax.sgd(1.0))
     tx = optax_ext.local_steps(optax.sgd(0.1), outer, every=2)

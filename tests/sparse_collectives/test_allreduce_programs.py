@@ -113,14 +113,17 @@ def test_two_axes_in_another_order_than_the_mesh(name, way):
 @pytest.mark.parametrize("kind", ["rbg", "unsafe_rbg"])
 def test_all_workers_draw_the_same_with_any_default_of_jax(kind):
     allreduce, selector = sc.allreduce.shared_random(density=0.2), sc.select.random_k(density=0.2)
+    states = selector.init(SIZE), allreduce.init(SIZE, 3)
 
-    def step(acc):
-        drawn = selector.select(acc, selector.init(SIZE))[0].indices
+    def step(acc, states):
+        drawn = selector.select(acc, states[0])[0].indices
         coo, *_ = SELECTOR.select(acc, SELECTOR.init(SIZE))
-        return drawn, allreduce.reduce(coo, allreduce.init(SIZE, 3), axis="w", acc=acc)[0].indices
+        return drawn, allreduce.reduce(coo, states[1], axis="w", acc=acc)[0].indices
 
     with jax.default_prng_impl(kind):
-        for drawn in sc.simulate(step, axis="w", axis_size=3)(jnp.ones((3, SIZE))):
+        # As in a training: each worker has a state of its own, and the key depends on it.
+        each = jax.tree.map(lambda x: jnp.stack([x] * 3), states)
+        for drawn in sc.simulate(step, axis="w", axis_size=3)(jnp.ones((3, SIZE)), each):
             np.testing.assert_array_equal(drawn, drawn[:1] + jnp.zeros_like(drawn))
 
 
