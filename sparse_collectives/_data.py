@@ -62,7 +62,9 @@ class PaddedCOO:
           pairs.
 
         Raises:
-          ValueError: ``indices`` and ``values`` are not of one shape ``[c]``.
+          ValueError: ``indices`` and ``values`` are not of one shape ``[c]``, or ``size`` is not in
+            [1, 2**31 - 1].
+          TypeError: one is not an array, the indices are not integers, or the values not floats.
 
         Example:
           >>> import jax.numpy as jnp
@@ -70,11 +72,8 @@ class PaddedCOO:
           >>> coo.indices.tolist(), coo.values.tolist()
           ([1, 4, 5], [2.0, 4.0, 0.0])
         """
-        if indices.ndim != 1 or indices.shape != values.shape:
-            raise ValueError(
-                f"indices and values must be of one shape [c], got {indices.shape} and "
-                f"{values.shape}."
-            )
+        _check_pairs(indices, values)
+        size = _validation.check_size(size)
         slots = indices.shape[0]
         is_padding = (indices < 0) | (indices >= size)
         indices = jnp.where(is_padding, size, indices).astype(jnp.int32)
@@ -103,6 +102,18 @@ class PaddedCOO:
         dense = jnp.full((self.size,), zero)
         # The values are set and not added: an addition flushes subnormals on some platforms.
         return dense.at[self.indices].set(self.values, mode="drop")
+
+
+def _check_pairs(indices: Any, values: Any) -> None:
+    for name, array in (("indices", indices), ("values", values)):
+        _validation.check_is_array(name, array)
+    if indices.ndim != 1 or indices.shape != values.shape:
+        raise ValueError(
+            f"indices and values must be of one shape [c], got {indices.shape} and {values.shape}."
+        )
+    if not jnp.issubdtype(indices.dtype, jnp.integer):
+        raise TypeError(f"indices must be integers, got {indices.dtype}.")
+    _validation.check_float("values", values.dtype, float64=True)
 
 
 def sum_dtype(dtype: type[Any] | np.dtype[Any]) -> type[Any]:

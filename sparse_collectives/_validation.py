@@ -106,8 +106,15 @@ def check_size(size: int) -> int:
     return size
 
 
+def check_is_array(name: str, x: Any) -> None:
+    """Lists and numbers have no dtype."""
+    if not hasattr(x, "ndim") or not hasattr(x, "dtype"):
+        raise TypeError(f"{name} must be an array, got {x!r:.60}. Pass it through jnp.asarray.")
+
+
 def as_vector(name: str, x: Any) -> jax.Array:
     """A one-dimensional array of a float type that fits a 32-bit word."""
+    check_is_array(name, x)
     if x.ndim != 1:
         raise ValueError(f"{name} must have one dimension, got shape {x.shape}. Ravel it first.")
     check_float(name, x.dtype)

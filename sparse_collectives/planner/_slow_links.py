@@ -61,14 +61,15 @@ def plan_rounds(
 
     Args:
       size: n.
-      workers: P, sites.
+      workers: P, sites, at least 2: one alone exchanges nothing.
       network: alpha and beta between them.
       compute: seconds of forward and backward pass, more than 0.
       local: costs on a worker, in addition to ``compute``.
 
     Raises:
-      ValueError: ``compute`` is not above 0.
+      ValueError: ``workers`` is below 2, or ``compute`` is not above 0.
     """
+    _validation.check_positive_int("workers", workers, minimum=2)
     compute = _validation.check_number("compute", compute, 0.0, math.inf)
     if not compute:
         raise ValueError(

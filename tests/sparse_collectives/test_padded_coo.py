@@ -111,6 +111,21 @@ def test_pairs_must_be_pairs():
         sc.PaddedCOO.from_pairs(jnp.zeros(3, jnp.int32), jnp.zeros(2), SIZE)
 
 
+@pytest.mark.parametrize(
+    ("indices", "values", "text"),
+    [
+        ([0, 1], jnp.zeros(2), r"indices must be an array, got \[0, 1\]. Pass it through"),
+        (jnp.arange(2), 1.0, "values must be an array, got 1.0"),
+        (jnp.zeros(2), jnp.zeros(2), "indices must be integers, got float32"),
+        (jnp.arange(2), jnp.arange(2), "values must be of a real floating type, got int32"),
+        (jnp.arange(2), jnp.zeros(2, complex), "values must be of a real floating type, got c"),
+    ],
+)
+def test_pairs_are_arrays_of_integers_and_of_floats(indices, values, text):
+    with pytest.raises(TypeError, match=text):
+        sc.PaddedCOO.from_pairs(indices, values, SIZE)
+
+
 # Sets.
 
 # Less than one word, a full word, one entry more, and many words with a rest.

@@ -108,3 +108,9 @@ def test_rounds_command_says_what_to_write(capsys):
 )
 def test_wrong_option_of_rounds_is_named(capsys, changed, message):
     assert message in fails(capsys, "rounds", *USUAL.split(), *changed.split())
+
+
+def test_one_site_exchanges_nothing():
+    network = sc.cost_model.network(0.05, 12.5e6)
+    with pytest.raises(ValueError, match="workers must be an integer of at least 2, got 1"):
+        plan_rounds(SIZE, 1, network, compute=0.5)
