@@ -4,7 +4,7 @@ Each message names the argument, the given value, the expected one and the code 
 """
 
 import numbers
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -143,6 +143,20 @@ def check_float(name: str, dtype: Any, *, float64: bool = False) -> None:
             f"{name} must be float32, bfloat16 or float16, got {dtype}: values travel in 32-bit "
             f"words. Cast it to float32.{wider if name.startswith('coo') else ''}"
         )
+
+
+@jax.custom_jvp
+def without_derivative(tree: Any) -> Any:
+    """The tree itself, but a derivative with respect to it is an error."""
+    return tree
+
+
+@without_derivative.defjvp
+def _no_derivative(primals: Any, tangents: Any) -> NoReturn:
+    raise TypeError(
+        "A sparse exchange has no derivative: values travel as integers. Differentiate the loss "
+        "outside of it, or put jax.lax.stop_gradient around what it takes."
+    )
 
 
 def is_key(leaf: Any) -> bool:

@@ -12,7 +12,7 @@ from optax_ext._error_feedback._contract import Accumulated, Options, Reduced, W
 from optax_ext._error_feedback._sparse_state import SparseAllreduceState
 from optax_ext._quantized import _units
 from optax_ext._quantized._units import Units
-from sparse_collectives import _varying, extend, transport
+from sparse_collectives import _validation, _varying, extend, transport
 
 # A value is cut to so many of its units. Sums of such values, in these units, are finite.
 _LARGEST = 2.0**100
@@ -86,7 +86,7 @@ class QuantizedExchange(WholeBuffer):
 
     def _quantized(self, step: Accumulated) -> Delivered:
         """The sum of the codes of all workers."""
-        options, acc = self.options, step.acc[0]
+        options, acc = self.options, _validation.without_derivative(step.acc[0])
         workers = transport.axis_size(options.axis)
         units: Units = _sparse_state.without_lead(step.state.allreduce)
         scales = _units.scales_of(units)

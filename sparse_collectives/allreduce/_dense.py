@@ -21,7 +21,7 @@ def dense() -> SparseAllreduce:
       A :class:`SparseAllreduce` without state; its total is ``f[n]``.
     """
 
-    @_frame.sums_in_range(float64=True)
+    @_frame.sums_in_range(float64=True, derivative=True)
     def reduce(coo: PaddedCOO, state: tuple[()], *, axis: AxisName):
         total = transport.psum(coo.to_dense(), axis)
         return total, Undelivered.of(coo), state, _info(coo, total, axis)
@@ -67,7 +67,7 @@ def dense_bucketed(*, buckets: int) -> SparseAllreduce:
     """
     buckets = _validation.check_positive_int("buckets", buckets)
 
-    @_frame.sums_in_range(float64=True)
+    @_frame.sums_in_range(float64=True, derivative=True)
     def reduce(coo: PaddedCOO, state: tuple[()], *, axis: AxisName):
         vector = coo.to_dense()
         length = -(-coo.size // buckets)
@@ -121,7 +121,7 @@ def torus_2d() -> SparseAllreduce:
         _pair(axis)  # Before anything else asks for its size.
         return add(coo, state, axis=axis)
 
-    @_frame.sums_in_range(float64=True)
+    @_frame.sums_in_range(float64=True, derivative=True)
     def add(coo: PaddedCOO, state: tuple[()], *, axis: AxisName):
         outer, inner = _pair(axis)
         inside, outside = transport.axis_size(inner), transport.axis_size(outer)

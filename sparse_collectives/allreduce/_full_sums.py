@@ -57,7 +57,7 @@ def full_sums(inner: SparseAllreduce) -> SparseAllreduce:
         )
 
     def reduce(coo: PaddedCOO, state: State, *, axis: AxisName, acc: jax.Array | None = None):
-        _frame.check_selection(coo, acc)
+        coo = _frame.check_selection(coo, acc)
         workers = transport.axis_size(axis)
         if workers == 1:
             return inner.reduce(coo, state, axis=axis)

@@ -88,7 +88,7 @@ def shared_random(density: float, *, seed: int = 0) -> SparseAllreduce:
     def reduce(
         coo: PaddedCOO, state: _frame.StepState, *, axis: AxisName, acc: jax.Array | None = None
     ):
-        _frame.check_selection(coo, acc)
+        coo = _frame.check_selection(coo, acc)
         workers = transport.axis_size(axis)
         with jax.named_scope("shared_random"):
             # The indices do not depend on the selection, which is empty if a step is skipped.

@@ -276,3 +276,25 @@ def test_nothing_is_copied_that_occurs_once_and_without_donation_nothing_is_look
     refused(r"params\['a'\] " + message, step, begun, state, batch)
     refused("opt_state.* " + message, step, params, fresh, batch)
     step(params, state, batch)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax_ext.sparse_adamw(1e-2, axis="w", residual=optax_ext.residual()),
+        optax.chain(optax_ext.quantized(axis="w"), optax.adam(1e-2)),
+        optax.chain(optax_ext.ok_topk(0.1, axis="w"), optax.sgd(0.1)),
+    ],
+    ids=["sparse_adamw", "quantized", "ok_topk"],
+)
+def test_an_update_has_no_derivative(tx):
+    def step(gradients):
+        updates, _ = tx.update({"w": gradients}, tx.init({"w": gradients}), {"w": gradients})
+        return jnp.sum(updates["w"])
+
+    def total(gradients):
+        return jnp.sum(sc.simulate(step, axis="w", axis_size=4)(gradients))
+
+    refused(
+        "A sparse exchange has no derivative", jax.grad(total), normal((4, 40)), error=TypeError
+    )

@@ -57,8 +57,13 @@ def without_state(layout: int | Layout, axis_size: int) -> tuple[()]:
     return ()
 
 
-def check_selection(coo: PaddedCOO, acc: jax.Array | None, *, float64: bool = False) -> None:
-    """Checks what ``reduce`` takes: a selection, and the accumulator that it is from, if any."""
+def check_selection(
+    coo: PaddedCOO, acc: jax.Array | None, *, float64: bool = False, derivative: bool = False
+) -> PaddedCOO:
+    """What ``reduce`` takes: a selection, and the accumulator that it is from, if any.
+
+    Without ``derivative`` it cannot be differentiated.
+    """
     _validation.check_float("coo.values", coo.values.dtype, float64=float64)
     if coo.size and not coo.capacity:
         raise ValueError(
@@ -70,6 +75,7 @@ def check_selection(coo: PaddedCOO, acc: jax.Array | None, *, float64: bool = Fa
             f"acc has shape {acc.shape}, and coo is a selection from {coo.size} entries. Give the "
             "accumulator that it was selected from."
         )
+    return coo if derivative else _validation.without_derivative(coo)
 
 
 def counted(
@@ -90,7 +96,7 @@ def counted(
     def decorate(exchange: Callable) -> Callable:
         @functools.wraps(exchange)
         def reduce(coo: PaddedCOO, state: StepState, *, axis: AxisName, **options: Any):
-            check_selection(coo, options.get("acc"), float64=float64)
+            coo = check_selection(coo, options.get("acc"), float64=float64)
             following = StepState(state.count + 1)
             if transport.axis_size(axis) > 1:
                 total, undelivered, info = exchange(coo, state.count, axis=axis, **options)
@@ -104,7 +110,9 @@ def counted(
     return decorate
 
 
-def sums_in_range(*, exact: bool = True, float64: bool = False) -> Callable[[Callable], Callable]:
+def sums_in_range(
+    *, exact: bool = True, float64: bool = False, derivative: bool = False
+) -> Callable[[Callable], Callable]:
     """A decorator for ``reduce`` of an allreduce that adds: it cuts entries to their share.
 
     The parts that are cut off are in ``undelivered``. Cost: a few operations for each slot.
@@ -113,6 +121,7 @@ def sums_in_range(*, exact: bool = True, float64: bool = False) -> Callable[[Cal
     Args:
       exact: as in :func:`largest_share`.
       float64: whether ``reduce`` keeps values of 64 bits exact.
+      derivative: whether it can be differentiated.
 
     Raises:
       TypeError: at ``reduce``, values of another dtype.
@@ -121,7 +130,7 @@ def sums_in_range(*, exact: bool = True, float64: bool = False) -> Callable[[Cal
     def decorate(reduce: Callable) -> Callable:
         @functools.wraps(reduce)
         def cut_and_reduce(coo: PaddedCOO, state: State, *, axis: AxisName, **options: Any):
-            check_selection(coo, options.get("acc"), float64=float64)
+            coo = check_selection(coo, options.get("acc"), float64=float64, derivative=derivative)
             dtype, workers = coo.values.dtype, transport.axis_size(axis)
             if workers == 1:
                 return reduce(coo, state, axis=axis, **options)
