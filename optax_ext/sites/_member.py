@@ -49,6 +49,13 @@ class _Put(NamedTuple):
     base: str
 
 
+class _Owed(NamedTuple):
+    """What a caller gave, whose call has not returned, and what it would have now."""
+
+    given: np.ndarray
+    now: np.ndarray
+
+
 class Member:
     """Takes part in the rounds of a run.
 
@@ -77,6 +84,7 @@ class Member:
         self._unsent = 0
         # Tokens of a call that has failed, which is made again with them.
         self._failed = 0
+        self._owed: _Owed | None = None
         # The payload that was not seen in a list yet.
         self._put: _Put | None = None
         self._apply(self._patiently(run.look, self.number), np.zeros_like(params), 0.0)
@@ -89,24 +97,57 @@ class Member:
                 "this site is closed: make another optax_ext.sites.Site of the same name, which "
                 "goes on with the run."
             )
-        vector = self.finish(vector)
+        return self._caught_up(vector, lambda now: self._exchanged(now, tokens, wait))
+
+    def finish(self, vector: np.ndarray) -> np.ndarray:
+        """As :meth:`Site.finish`, of vectors."""
+        if self._pending is None and self._put is not None and self._put.number == self.number:
+            # An earlier call has failed, and nobody is waiting for its round.
+            self._begin(self._moved(vector))
+        return self._caught_up(vector, self._applied)
+
+    def _caught_up(
+        self, given: np.ndarray, call: Callable[[np.ndarray], np.ndarray]
+    ) -> np.ndarray:
+        """The result of a call, which is made again if it fails, with the same vector or a later one.
+
+        It may fail after it has applied a round: then the caller's vector is behind by that round.
+        """
+        vector = given
+        if self._owed is not None:
+            with np.errstate(over="ignore", invalid="ignore"):
+                vector = self._owed.now + (given - self._owed.given)
+        self._moved(vector)
+        self._owed = _Owed(given, vector)
+        vector = call(vector)
+        self._owed, self._failed = None, 0
+        return vector
+
+    def _exchanged(self, vector: np.ndarray, tokens: int, wait: bool) -> np.ndarray:
+        vector = self._applied(vector)
         moved = self._moved(vector)
         self._unsent = min(self._unsent - self._failed + tokens, MOST_TOKENS - 1)
         self._failed = tokens
         self._begin(moved)
-        vector = self.finish(vector) if wait else vector
-        self._failed = 0
-        return vector
+        return self._applied(vector) if wait else vector
 
-    def finish(self, vector: np.ndarray) -> np.ndarray:
-        """As :meth:`Site.finish`, of vectors."""
+    def _applied(self, vector: np.ndarray) -> np.ndarray:
+        """The vector with the round that is running, once it is over."""
         moved = self._moved(vector)
         if self._pending is None:
             return vector
-        future, self._pending = self._pending, None
         began = time.monotonic()
-        self._apply(future.result(), moved, time.monotonic() - began)
-        return _parameter_change.finite_sum(self.params, moved)
+        try:
+            found = self._pending.result()
+        except Exception:
+            self._pending = None
+            raise
+        self._pending = None
+        self._apply(found, moved, time.monotonic() - began)
+        now = _parameter_change.finite_sum(self.params, moved)
+        if self._owed is not None:
+            self._owed = self._owed._replace(now=now)
+        return now
 
     def close(self) -> None:
         """Waits for writes that are under way."""

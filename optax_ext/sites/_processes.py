@@ -9,16 +9,22 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from optax_ext.sites._store import StoreError
+
 _T = TypeVar("_T")
 # Seconds between two signs of life of the first process, since a collective does not wait for long.
 _PATIENCE = 1.0
+# What a site raises.
+_ERRORS = TimeoutError, StoreError, ValueError, TypeError, ImportError
 
 
 def of_first(function: Callable[[], _T]) -> _T:
     """The result of a function that the first process calls, on all processes.
 
+    If it fails, the others raise an error of the same type, so that all can call again.
+
     Raises:
-      RuntimeError: it failed, on all other processes. The first one raises its own error.
+      RuntimeError: on the others, if the error of the first one is none of those that sites raise.
     """
     if jax.process_count() == 1:
         return function()
@@ -26,9 +32,9 @@ def of_first(function: Callable[[], _T]) -> _T:
         return _called(function)
     while not (size := int(_shared(np.zeros((), np.int64)))):
         pass
-    result, error = pickle.loads(_shared(np.zeros(size, np.uint8)).tobytes())
-    if error is not None:
-        raise RuntimeError(f"process 0 of this site failed: {error}")
+    result, kind, text = pickle.loads(_shared(np.zeros(size, np.uint8)).tobytes())
+    if kind is not None:
+        raise kind(f"process 0 of this site failed: {text}")
     return result
 
 
@@ -37,8 +43,11 @@ def _called(function: Callable[[], _T]) -> _T:
         future = pool.submit(function)
         while not concurrent.futures.wait([future], _PATIENCE).done:
             _shared(np.zeros((), np.int64))
-    error = future.exception()
-    said = (None, f"{type(error).__name__}: {error}") if error else (future.result(), None)
+    if error := future.exception():
+        kind = next((kind for kind in _ERRORS if isinstance(error, kind)), RuntimeError)
+        said = None, kind, f"{type(error).__name__}: {error}"
+    else:
+        said = future.result(), None, ""
     data = np.frombuffer(pickle.dumps(said), np.uint8)
     _shared(np.asarray(data.size, np.int64))
     _shared(data)

@@ -46,6 +46,8 @@ class Run:
     life: str = dataclasses.field(default_factory=lambda: secrets.token_hex(8))
     # The payloads of one round, so that a site that closes it reads each only once.
     _shares: dict[Name, Share] = dataclasses.field(default_factory=dict)
+    # The last round that had its quorum while this site waited, and since when.
+    _complete: tuple[int, float] = (-1, 0.0)
 
     def __post_init__(self):
         self._objects = Objects(self.store, self.key)
@@ -183,7 +185,6 @@ class Run:
         With a quorum it waits ``grace`` seconds for the other sites that are ``expected``. It
         raises a TimeoutError if the round is not closed so many seconds after it ``began``.
         """
-        since = None
         while True:
             found = self._objects.names(Name("list", number).folder)
             if self._listed(found) is not None:
@@ -191,17 +192,23 @@ class Run:
             shares, now = self._arrived(found), time.monotonic()
             sites = _sites(shares)
             if len(sites) >= self.quorum:
-                since = now if since is None else since
-                if sites >= expected or now - since >= self.grace:
+                if self._complete[0] != number:
+                    # It stays for a call that is made again.
+                    self._complete = number, now
+                if sites >= expected or now - self._complete[1] >= self.grace:
                     self._close(number, shares)
                     return
             # This site has put its payload: it is not there only if the round was removed.
             if self.site not in sites and self.newest(above=number) is not None:
                 return
             if (left := began + seconds - now) <= 0:
+                has = f"{len(sites)} of the quorum={self.quorum} payloads"
+                if len(sites) >= self.quorum:
+                    away = ", ".join(sorted(expected - sites))
+                    has = f"its quorum, and waits grace={self.grace:g} s for {away}"
                 raise TimeoutError(
-                    f"round {number} at {self.store.name} was not closed within {seconds:g} s: it "
-                    f"has {len(sites)} payloads, and quorum is {self.quorum}."
+                    f"round {number} at {self.store.name} was not closed within give_up="
+                    f"{seconds:g} s: it has {has}."
                 )
             time.sleep(min(self.poll, left))
 

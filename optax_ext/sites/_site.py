@@ -59,7 +59,8 @@ class Site:
       snapshot_every: rounds after which the parameters are stored, for sites that come; older
         rounds are removed.
       poll: seconds from one look at the store to the next.
-      give_up: seconds to wait for a store that fails, or for a round that is not closed.
+      give_up: seconds to wait for a store that fails, or for a round that is not closed. With
+        less than ``grace``, calls have to be made again whenever a site is gone.
 
     Raises:
       TypeError: parameters that are not float32.
@@ -177,14 +178,20 @@ class Site:
         Raises:
           ValueError: parameters of another model, or that are not finite or further from the shared
             ones than float32 holds, of which nothing is sent.
-          TimeoutError: no answer for ``give_up`` seconds. ``params`` are unchanged: call again.
+          TimeoutError: no answer for ``give_up`` seconds. ``params`` are unchanged: call again, with
+            these or after more steps.
         """
         tokens = _validation.check_positive_int("tokens", tokens, most=MOST_TOKENS - 1)
         vector = self._model.flat(_processes.whole(params))
         return self._after(lambda member: member.exchange(vector, tokens, wait), params)
 
     def finish(self, params: Any) -> Any:
-        """Applies the round that is running, if there is one; then this site may end."""
+        """Applies the round that is running, if there is one; then this site may end.
+
+        Raises:
+          ValueError: as :meth:`exchange`.
+          TimeoutError: as :meth:`exchange`; this site may not end yet.
+        """
         vector = self._model.flat(_processes.whole(params))
         return self._after(lambda member: member.finish(vector), params)
 

@@ -152,7 +152,7 @@ def test_what_can_not_be_used_counts_for_no_quorum(tmp_path, caplog):
         (payloads / f"long-{number}").write_bytes(bytes(size + 100))
     get, read = one._member._run.store.get, []
     one._member._run.store.get = lambda name, most: (read.append(name), get(name, most))[1]
-    message = "round 0 at .* was not closed within 0.3 s: it has 1 payloads, and quorum is 2"
+    message = "round 0 at .* was not closed within give_up=0.3 s: it has 1 of the quorum=2"
     with pytest.raises(TimeoutError, match=message):
         one.exchange(moved(PARAMS, 0), tokens=1, wait=True)
     said = [record.getMessage() for record in caplog.records]

@@ -37,12 +37,15 @@ def test_a_site_of_two_processes_is_a_site(tmp_path):
     np.testing.assert_array_equal(shared + waits, flat(PARAMS) + (total + theirs) / 2)
 
 
-def test_all_processes_learn_of_an_error_of_the_first(tmp_path):
+def test_all_processes_learn_of_an_error_of_the_first_and_call_again(tmp_path):
     (tmp_path / "run").mkdir()
     given = {"store": str(tmp_path / "run"), "fails": True}
     with groups.group("tests.sites._worker", 2, **given) as both:
         launcher.wait_for_ends(both, groups.TIMEOUT)
-    ends = [process.find("failed") for process in both]
-    assert ends[0]["kind"] == "TimeoutError"
-    assert ends[1]["kind"] == "RuntimeError"
+        assert [process.status for process in both] == [0, 0], both[0].output
+        ends = [process.find("failed") for process in both]
+        done = [process.find("done") for process in both]
+    assert [end["kind"] for end in ends] == ["TimeoutError"] * 2
+    assert [end["round"] for end in done] == [3, 3]
+    assert done[0] == done[1]
     assert ends[1]["text"] == f"process 0 of this site failed: TimeoutError: {ends[0]['text']}"

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from optax_ext import sites
 from sparse_collectives import wire
 from tests.sites.helpers import PARAMS, SIZE, delivered, flat, memory, moved, site, stored, together
 
@@ -58,7 +59,7 @@ def test_a_round_waits_for_the_quorum_and_for_those_of_the_last_one():
     both = [site(store, name, quorum=2, give_up=0.3) for name in "ab"]
     first = moved(PARAMS, 0)
     with pytest.raises(
-        TimeoutError, match="round 0 .* within 0.3 s: it has 1 payload.*quorum is 2"
+        TimeoutError, match="round 0 .* within give_up=0.3 s: it has 1 of the quorum=2"
     ):
         both[0].exchange(first, tokens=1, wait=True)
     both[1]._give_up = 30.0
@@ -198,3 +199,92 @@ def test_old_rounds_leave_no_folder(tmp_path):
         f"{number:08d}" for number in (6, 7, 8)
     ]
     assert sorted(x.name for x in (tmp_path / "snapshot").iterdir()) == ["00000006", "00000008"]
+
+
+def fails(*_):
+    raise sites.StoreError("can't be reached")
+
+
+def cut_off(one, monkeypatch):
+    """The site can't reach its store from now on."""
+    for name in ("create", "get", "sizes"):
+        monkeypatch.setattr(one._member._run.store, name, fails)
+
+
+def test_a_call_that_fails_after_it_has_applied_a_round_is_made_again(monkeypatch):
+    store = memory()
+    one, other = (site(store, name, density=1.0, grace=0.0) for name in "ab")
+    # Both take part in round 0, whose result the first one has not applied yet.
+    for each in (one, other):
+        each._member._run.quorum = 2
+    mine = one.exchange(moved(PARAMS, 0), tokens=1)
+    theirs = other.exchange(moved(PARAMS, 1), tokens=1, wait=True)
+    one._member._pending.exception()
+    for each in (one, other):
+        each._member._run.quorum = 1
+        each._member._give_up = 0.0
+    mine = moved(mine, 2)
+    cut_off(one, monkeypatch)
+    with pytest.raises(TimeoutError, match="can't be reached"):
+        one.exchange(mine, tokens=1, wait=True)
+    with pytest.raises(TimeoutError, match="can't be reached"):
+        one.finish(mine)
+    # The steps in between are not lost either.
+    more = moved(mine, 3)
+    assert one.round == 0
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="params are not finite"):
+        one.exchange({**more, "a": more["a"] * np.nan}, tokens=1)
+    for each in (one, other):
+        each._member._give_up = 30.0
+    mine = one.exchange(more, tokens=1, wait=True)
+    mine = one.exchange(mine, tokens=1, wait=True)
+    theirs = other.exchange(theirs, tokens=1, wait=True)
+    theirs = other.finish(theirs)
+    # In round 0 each counts half, and then the first is alone.
+    alone = flat(more) - flat(moved(PARAMS, 0))
+    both = flat(moved(PARAMS, 0)) + flat(moved(PARAMS, 1))
+    np.testing.assert_array_equal(flat(one.params), both / 2 + alone)
+    np.testing.assert_array_equal(flat(one.params), flat(mine))
+    np.testing.assert_array_equal(flat(other.params), flat(theirs))
+
+
+def test_a_site_that_can_not_finish_finishes_later(monkeypatch):
+    store = memory()
+    one = site(store, density=1.0, give_up=0.0)
+    mine = moved(PARAMS, 0)
+    cut_off(one, monkeypatch)
+    mine = one.exchange(mine, tokens=5)
+    for _ in range(2):
+        with pytest.raises(TimeoutError, match="can't be reached"):
+            one.finish(mine)
+    monkeypatch.undo()
+    np.testing.assert_array_equal(flat(one.finish(mine)), flat(mine))
+    assert one.last.delivered
+    np.testing.assert_array_equal(flat(site(store, "b", density=1.0).params), flat(mine))
+    # The tokens of the call that has failed count once, and those of the next one in full.
+    one._member._give_up = 30.0
+    mine = one.exchange(moved(mine, 1), tokens=7, wait=True)
+    assert [one._member._run.closed(x)[0].tokens for x in range(2)] == [5, 7]
+
+
+def test_a_call_that_gives_up_before_the_grace_is_over_goes_on_when_it_is_made_again():
+    store = memory()
+    both = [site(store, name, quorum=2, grace=0.3, give_up=0.0) for name in "ab"]
+    for each in both:
+        each._member._give_up = 30.0
+    calls = [
+        functools.partial(one.exchange, moved(PARAMS, x), tokens=1, wait=True)
+        for x, one in enumerate(both)
+    ]
+    mine, _ = together(*calls)
+    # The second site is gone.
+    both[0]._member._run.quorum, both[0]._member._give_up = 1, 0.0
+    failed = []
+    while both[0].round == 1:
+        try:
+            mine = both[0].exchange(mine, tokens=1, wait=True)
+        except TimeoutError as error:
+            failed.append(str(error))
+    assert failed[0].endswith("give_up=0 s: it has its quorum, and waits grace=0.3 s for b.")
+    assert both[0].last.sites == ("a",)

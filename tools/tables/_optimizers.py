@@ -20,13 +20,18 @@ def table_other_optimizers_longer() -> Rows:
     return _above_dense((*SHOWN[:2], "every=3", *SHOWN[2:4]), 4000)
 
 
-def _above_dense(shown: tuple[str, ...], steps: int) -> Rows:
-    found = runs(FILE, steps=steps)
+def table_other_optimizers_wide() -> Rows:
+    """The same of a wider model."""
+    return _above_dense((*SHOWN[:2], "every=3"), 4000, width=128)
+
+
+def _above_dense(shown: tuple[str, ...], steps: int, *, width: int = 32) -> Rows:
+    found = runs(FILE, steps=steps, width=width)
     optimizers = dict.fromkeys(run["contestant"].partition(", ")[0] for run in found)
     rows = []
     for optimizer in optimizers:
         names = {f"{optimizer}, {name}": name for name in ("dense", *shown)}
-        dense, *others = best_runs(names, FILE, steps=steps)
+        dense, *others = best_runs(names, FILE, steps=steps, width=width)
         cells = {}
         for one in others:
             above = one.above(dense)
