@@ -277,16 +277,28 @@ def check_width(name: str, value: Any) -> None:
         )
 
 
-def check_learning_rate(rate: Any) -> None:
-    """A number, an array of ``inject_hyperparams``, or a schedule."""
+def check_learning_rate(rate: Any) -> Any:
+    """A number, an array of ``inject_hyperparams``, or a schedule, whose numbers are checked."""
     number = isinstance(rate, int | float | np.generic | np.ndarray)
     if not number and not isinstance(rate, jax.Array) and not callable(rate):
         raise TypeError(
             f"learning_rate must be a number, such as 1e-3, or a schedule of optax, got {rate!r}."
         )
+    if callable(rate):
+        return lambda count: _one_rate(rate(count))
     check_width("learning_rate", rate)
     if number and not np.isfinite(rate).all():
         raise ValueError(f"learning_rate must be finite, got {rate!r}: every step is skipped.")
+    return _one_rate(rate)
+
+
+def _one_rate(rate: Any) -> Any:
+    if np.shape(rate):
+        raise ValueError(
+            f"learning_rate must be one number, got an array of shape {np.shape(rate)}. For parts "
+            "with learning rates of their own use optax.partition."
+        )
+    return rate
 
 
 def whether_dense(answer: Any) -> jax.Array:

@@ -53,7 +53,7 @@ def ok_topk_sgd(
     Example:
       >>> tx = ok_topk_sgd(0.1, density=0.01, axis="data", paper=True, global_period=128)
     """
-    _options.check_learning_rate(learning_rate)
+    learning_rate = _options.check_learning_rate(learning_rate)
     return whole(
         ok_topk(
             density,

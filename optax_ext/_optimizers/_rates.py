@@ -27,7 +27,7 @@ def in_front(
       axis: the mesh axis of the workers.
       every: steps from one exchange to the next.
     """
-    _options.check_learning_rate(learning_rate)
+    learning_rate = _options.check_learning_rate(learning_rate)
     if gain is None and every > 1:
         gain = 1.0
     if gain is not None:
@@ -84,6 +84,7 @@ def limit_of(
     _options.check_positive_limit(limit)
     # An entry waits 1 / density exchanges for its turn, and has accumulated as many updates then.
     factor = limit * max(1.0, DENSITY / _validation.check_density(density)) * every
+    # A negative learning rate maximizes.
     if callable(learning_rate):
-        return lambda count: factor * learning_rate(count)
-    return lambda count: factor * learning_rate
+        return lambda count: factor * abs(learning_rate(count))
+    return lambda count: factor * abs(learning_rate)

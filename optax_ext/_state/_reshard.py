@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from optax_ext._error_feedback import _layout, _roles
+from optax_ext._error_feedback import _roles
 from optax_ext._error_feedback._roles import Role, Rows
 from optax_ext._error_feedback._sparse_state import SparseAllreduceState
 from optax_ext._state import (
     _find,
     _host_checks,
     _index,
+    _local_states,
     _nnx,
     _reshard_checks,
     _rows,
@@ -63,7 +64,10 @@ def reshard(opt_state: Any, fresh_state: Any) -> Any:
 
     The new state is given instead of a number of workers, since only the
     transformation can make it, and since it says where the arrays are to be placed.
-    Its selector, allreduce and density may differ from the old ones.
+    Its selector, allreduce, density and other settings may differ from the old ones. What it has
+    in common with them continues: step counts, schedules, and second moments of the same shapes.
+    Other states of ``local`` begin again, which a warning says, such as the second moments after
+    another choice of ``moments``.
 
     Args:
       opt_state: the state of all old workers, whose arrays this process can read.
@@ -153,11 +157,11 @@ def _moved(old: Any, new: Any, now: Any, workers: tuple[int, int], across: _Acro
     if isinstance(new, SparseAllreduceState):
         return _reduction(old, new, now, across)
     if now.role is Role.SHARED:
-        return _placed(old, new)
+        return _rows.placed(old, new)
     # Rows along the first axis, one or several for each worker.
     host = np.asarray(old).reshape(workers[0], -1)
     if now.role is Role.STATISTIC:
-        return _placed(host[np.arange(workers[1]) % workers[0]].reshape(new.shape), new)
+        return _rows.placed(host[np.arange(workers[1]) % workers[0]].reshape(new.shape), new)
     return _dealt(host, new, workers[1], across)
 
 
@@ -168,7 +172,7 @@ def _dealt(rows: np.ndarray, fresh: Any, workers: int, across: _Across) -> Any:
         made[0] = np.sum(rows, axis=0).reshape(made[0].shape)
     else:
         made = across(rows.astype(np.float32), workers, fresh.dtype).reshape(fresh.shape)
-    return _placed(made, fresh)
+    return _rows.placed(made, fresh)
 
 
 def _reduction(
@@ -192,10 +196,10 @@ def _reduction(
             whole = _shards.joined(parts, old.layout, dense=True)
             whole = across(whole, new.workers, fresh.dtype)
             parts = _shards.parted(whole, new.layout, dense=True)
-            return _placed(parts.reshape(fresh.shape), fresh)
+            return _rows.placed(parts.reshape(fresh.shape), fresh)
         whole = _shards.rows(old, of_owners(before))
         workers = new.workers // _shards.workers_in_node(new)
-        return _placed(_shards.unrows(new, across(whole, workers, fresh.dtype)), fresh)
+        return _rows.placed(_shards.unrows(new, across(whole, workers, fresh.dtype)), fresh)
 
     def field(name: str) -> Any:
         before, fresh = getattr(old, name), getattr(new, name)
@@ -204,17 +208,17 @@ def _reduction(
             return fresh
         if known[0].role is Role.PERIODIC:
             return _with_counts(before, fresh)
+        if known[0].role is Role.STATISTIC:
+            return _local_states.taken_over(old, new)
         if jax.tree.structure(before) != jax.tree.structure(fresh):
             return fresh
         if known[0].role is Role.SUMMED:
             return summed(before, fresh, known[0].rows)
-        if known[0].role is Role.STATISTIC:
-            return _taken_over(old, new)
         # Factors of products belong to these matrices, in these parts.
         same = known[0].rows is Rows.NONE or old.layout == new.layout
         pairs = zip(*map(jax.tree.leaves, (before, fresh)), strict=True)
         same = same and all(np.shape(a) == np.shape(b) for a, b in pairs)
-        return jax.tree.map(_placed, before, fresh) if same else fresh
+        return jax.tree.map(_rows.placed, before, fresh) if same else fresh
 
     return new._replace(**{name: field(name) for name in _FIELDS})
 
@@ -224,43 +228,6 @@ _FIELDS = tuple(_roles.FIELDS[SparseAllreduceState])
 
 def _is_known(node: Any) -> bool:
     return isinstance(node, _index.Leaf)
-
-
-def _taken_over(old: SparseAllreduceState, new: SparseAllreduceState) -> Any:
-    """The states of local transformations: each new worker takes the state of an old one."""
-
-    def rows(before: Any, fresh: Any) -> Any:
-        host, kind = np.asarray(before), _buffer_of(new, fresh)
-        host = _of_workers(old, host, _buffer_of(old, host))
-        host = host[np.arange(new.workers) % len(host)]
-        if kind is not None:
-            whole = new.layout.dense_size if kind else new.layout.size
-            if host.shape[1:] != (whole,):
-                return fresh
-            parts = _shards.parted(host, new.layout, dense=kind)
-            return _placed(parts.reshape(fresh.shape), fresh)
-        if host.shape[1:] != np.shape(fresh)[1:]:
-            return fresh
-        # The devices of a worker are adjacent, and have the value of the worker.
-        return _placed(host[np.arange(len(fresh)) // (len(fresh) // new.workers)], fresh)
-
-    return jax.tree.map(rows, old.local, new.local)
-
-
-def _buffer_of(node: SparseAllreduceState, array: Any) -> bool | None:
-    """Whether it is of the dense buffer of a part, or of the sparse one; None for neither."""
-    if not node.layout.sharding.axes or array.ndim != 2 or not array.shape[1]:
-        return None
-    part = _layout.device_layout(node.layout)
-    return {part.dense_size: True, part.size: False}.get(array.shape[1])
-
-
-def _of_workers(node: SparseAllreduceState, array: np.ndarray, dense: bool | None) -> np.ndarray:
-    """A row for each worker: its buffer, joined from its devices, or their common value."""
-    if len(array) != node.workers * node.devices:
-        return array
-    parts = array.reshape(node.workers, node.devices, *array.shape[1:])
-    return parts[:, 0] if dense is None else _shards.joined(parts, node.layout, dense=dense)
 
 
 def _with_counts(old: Any, new: Any) -> Any:
@@ -284,14 +251,6 @@ def _with_counts(old: Any, new: Any) -> Any:
         count = np.asarray(before[path])
         count = count if count.ndim == 0 else count[0]
         inner = leaf.shape if leaf.ndim == 0 else leaf.shape[1:]
-        return _placed(np.broadcast_to(count, leaf.shape), leaf) if count.shape == inner else leaf
+        return _rows.placed(np.broadcast_to(count, leaf.shape), leaf) if count.shape == inner else leaf
 
     return jax.tree_util.tree_map_with_path(move, new)
-
-
-def _placed(x: Any, like: Any) -> Any:
-    """``x`` with the dtype and placement of ``like``."""
-    host = np.asarray(x, like.dtype)
-    if isinstance(like, jax.Array) and like.committed:
-        return jax.make_array_from_callback(host.shape, like.sharding, lambda where: host[where])
-    return jnp.asarray(host)

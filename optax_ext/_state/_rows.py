@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -73,3 +74,11 @@ def _two_sum(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     total = a + b
     part = total - a
     return total, (a - (total - part)) + (b - part)
+
+
+def placed(x: Any, like: Any) -> Any:
+    """``x`` with the dtype and placement of ``like``."""
+    host = np.asarray(x, like.dtype)
+    if isinstance(like, jax.Array) and like.committed:
+        return jax.make_array_from_callback(host.shape, like.sharding, lambda where: host[where])
+    return jnp.asarray(host)

@@ -70,6 +70,15 @@ def test_a_value_out_of_range_is_an_error_that_names_it(name, functions, values)
             assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("schedule", [False, True])
+@pytest.mark.parametrize("make", [ADAMW, SGD, PAPER])
+def test_a_learning_rate_is_one_number(make, schedule):
+    rate = np.full(1, 0.1, np.float32)
+    with pytest.raises(ValueError, match=r"^learning_rate must be one number.*of shape \(1,\)"):
+        tx = make(learning_rate=(lambda count: rate) if schedule else rate, axis="w")
+        run(tx, normal((1, 2, 8)))
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize(
     ("make", "name"),

@@ -277,3 +277,15 @@ def test_limit_keeps_three_times_what_arrived_between_two_deliveries_at_most(lim
     assert (kept <= 3 * np.maximum.accumulate(arrived)).all()
     assert kept.max() > 0
     np.testing.assert_allclose(updates.sum() + kept[-1], arrived.sum(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("negative", [False, True, "schedule"])
+def test_a_negative_rate_goes_the_other_way(negative):
+    """Also with a limit, which has the size of the rate."""
+    sign = -1 if negative else 1
+    rate = (lambda count: -0.1) if negative == "schedule" else 0.1 * sign
+    tx = optax_ext.sparse_adamw(rate, axis="w", residual=optax_ext.residual(), weight_decay=0.0)
+    usual = optax_ext.sparse_adamw(0.1, axis="w", residual=optax_ext.residual(), weight_decay=0.0)
+    found, expected = (run(each, x).updates for each, x in ((tx, sign * GIVEN), (usual, GIVEN)))
+    assert expected.any()
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
