@@ -251,6 +251,8 @@ def _with_counts(old: Any, new: Any) -> Any:
         count = np.asarray(before[path])
         count = count if count.ndim == 0 else count[0]
         inner = leaf.shape if leaf.ndim == 0 else leaf.shape[1:]
-        return _rows.placed(np.broadcast_to(count, leaf.shape), leaf) if count.shape == inner else leaf
+        return (
+            _rows.placed(np.broadcast_to(count, leaf.shape), leaf) if count.shape == inner else leaf
+        )
 
     return jax.tree_util.tree_map_with_path(move, new)

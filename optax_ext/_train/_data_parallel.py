@@ -36,8 +36,9 @@ def data_parallel(
     (:func:`with_mesh`, :func:`init_state`).
 
     Args:
-      step: a function of positional arguments, one of which is the batch: its leaves are split
-        over the workers along their leading dimension. The other arguments are the same on all
+      step: a function of arguments that can be given by position (a call may name them), one of
+        which is the batch: its leaves are split over the workers along their leading dimension. The
+        other arguments are the same on all
         workers, except for what the optimizer state, anywhere in them, keeps for each, and for
         typed PRNG keys (``jax.random.key``, ``nnx.Rngs``), which each worker changes into its own.
         An older key, ``jax.random.PRNGKey``, is the same on all workers; ``jax.random.fold_in(key,
@@ -128,7 +129,8 @@ def data_parallel(
         return run(arrays), jnp.zeros(())
 
     @functools.wraps(step)
-    def everywhere(*args: Any) -> Any:
+    def everywhere(*args: Any, **named: Any) -> Any:
+        args = chosen.by_position(args, named)
         axis, mesh = _find.axis_of(args), _mesh_of(args)
         workers = math.prod(mesh.shape[name] for name in _axes.axis_names(axis))
         at = chosen.positions(args, workers)

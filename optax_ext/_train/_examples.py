@@ -29,7 +29,8 @@ class Chosen:
 
     def __init__(self, step: Callable[..., Any], examples: Examples):
         self._step = getattr(step, "__name__", "step")
-        self._names = _names_of(step)
+        self._signature = _signature_of(step)
+        self._names = [x.name for x in self._parameters() if x.kind in _BY_POSITION]
         self._count, self._at = None, None
         if isinstance(examples, (str, tuple, list)):
             given = (examples,) if isinstance(examples, str) else tuple(examples)
@@ -41,6 +42,29 @@ class Chosen:
             self._at = tuple(sorted(map(self._names.index, given)))
         elif examples is not None:
             self._count = _validation.check_positive_int("examples", examples)
+
+    def by_position(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+        """All arguments of a call in their order, with defaults for those in between.
+
+        Raises:
+          TypeError: the step does not take them, or some by keyword only.
+        """
+        if not named:
+            return args
+        others = [name for name in named if name not in self._names]
+        if others or self._signature is None:
+            raise TypeError(
+                f"{self._step} takes no argument {(others or [*named])[0]!r} that data_parallel "
+                "could give it by position: let it have one, before any *, or bind it with "
+                "functools.partial."
+            )
+        bound = self._signature.bind(*args, **named)
+        if bound.kwargs:
+            bound.apply_defaults()
+        return bound.args
+
+    def _parameters(self) -> list[inspect.Parameter]:
+        return [*self._signature.parameters.values()] if self._signature else []
 
     def positions(self, args: tuple[Any, ...], workers: int) -> tuple[int, ...]:
         """The positions in ``args``.
@@ -101,14 +125,14 @@ class Chosen:
         return f"examples={(named[0] if len(named) == 1 else named)!r}"
 
 
-def _names_of(step: Callable[..., Any]) -> list[str]:
-    """The names of arguments that can be given by position."""
+_BY_POSITION = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+
+
+def _signature_of(step: Callable[..., Any]) -> inspect.Signature | None:
     try:
-        parameters = inspect.signature(step).parameters.values()
+        return inspect.signature(step)
     except (TypeError, ValueError):
-        return []
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [x.name for x in parameters if x.kind in positional]
+        return None
 
 
 def _has_rows(arg: Any) -> bool:

@@ -106,9 +106,7 @@ class Member:
             self._begin(self._moved(vector))
         return self._caught_up(vector, self._applied)
 
-    def _caught_up(
-        self, given: np.ndarray, call: Callable[[np.ndarray], np.ndarray]
-    ) -> np.ndarray:
+    def _caught_up(self, given: np.ndarray, call: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
         """The result of a call, which is made again if it fails, with the same vector or a later one.
 
         It may fail after it has applied a round: then the caller's vector is behind by that round.

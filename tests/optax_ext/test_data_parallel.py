@@ -240,3 +240,27 @@ def test_rounds_are_refused(name):
 
     state = optax_ext.init_state(IN_ROUNDS[name], PARAMS, MESH)
     refused("for exchanges at every step: use optax_ext.make_train_step", step, PARAMS, state, X)
+
+
+def test_arguments_may_be_named():
+    @optax_ext.data_parallel
+    def step(params, state, x, scale=1.0, shift=0.0):
+        gradients = jax.grad(lambda p: jnp.mean((scale * x @ p["w"] + shift) ** 2))(
+            optax_ext.ahead(params, state)
+        )
+        updates, state = TX.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params, state = PARAMS, TX.init(PARAMS)
+    expected = step(params, state, X, 1.0, 2.0)[0]
+    for call in (
+        lambda: step(params, state, x=X, shift=2.0),
+        lambda: step(x=X, shift=2.0, state=state, params=params),
+    ):
+        jax.tree.map(np.testing.assert_array_equal, call()[0], expected)
+    for message, given in (
+        ("step takes no argument 'y'", {"x": X, "y": 1}),
+        ("missing a required argument: 'x'", {"shift": 2.0}),
+        ("multiple values for argument 'state'", {"x": X, "state": state}),
+    ):
+        refused(message, step, params, state, error=TypeError, **given)
