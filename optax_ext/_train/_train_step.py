@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, PartitionSpec
 
 from optax_ext._state import _held, _host_checks, _index, _placement
-from optax_ext._train import _arrays, _mapped, _places, _skipped
+from optax_ext._train import _arrays, _mapped, _other_state, _places, _skipped
 
 
 def make_train_step(
@@ -210,8 +210,13 @@ class TrainStep:
         batch = places.put_batch(batch)
         if known is None and self._donates:
             (params, opt_state), batch = _arrays.unshared((params, opt_state), batch)
-        with _placement.around(self._mesh):
-            results = self._step(params, opt_state, batch, places=places.if_kept)
+        try:
+            with _placement.around(self._mesh):
+                results = self._step(params, opt_state, batch, places=places.if_kept)
+        except (AttributeError, TypeError, ValueError) as error:
+            if known is None:
+                _other_state.check(error, self._tx, params, opt_state, self._given)
+            raise
         self._returned = _arrays.Returned(results[0], results[1], places)
         # The loss is new at each step, and is never donated.
         self._queue.add(results[2])

@@ -17,6 +17,7 @@ from optax_ext._train import _arrays
 from tests.optax_ext.helpers import PARAMS, batch_of, loss_fn, mesh, normal, refused, same, train
 
 TX = optax_ext.sparse_sgd(0.1, axis="data", density=0.25, allreduce=sc.allreduce.topk_a())
+ADAMW = functools.partial(optax_ext.sparse_adamw, axis="data")
 CHAIN = optax.chain(optax_ext.topk_a(0.1, axis="data"), optax.sgd(0.1))
 BATCH = batch_of()
 
@@ -298,3 +299,29 @@ def test_an_update_has_no_derivative(tx):
     refused(
         "A sparse exchange has no derivative", jax.grad(total), normal((4, 40)), error=TypeError
     )
+
+
+def of_injected(rate):
+    return optax.inject_hyperparams(optax_ext.sparse_adamw)(rate, axis="data")
+
+
+@pytest.mark.parametrize(
+    ("then", "difference"),
+    [
+        (ADAMW(lambda count: 0.1), r"only a state of tx has .local\[1\]\[1\].count"),
+        (optax_ext.multi_steps(ADAMW(0.1), 2), "only a state of tx has .mini_step"),
+        (of_injected(0.1), "only opt_state has .* and only a state of tx has"),
+        (optax.chain(optax.clip(1.0), ADAMW(0.1)), r"only opt_state has .count and .* \[1\].count"),
+    ],
+    ids=["schedule", "multi_steps", "inject_hyperparams", "clip"],
+)
+def test_a_state_of_another_optimizer(then, difference):
+    state = optax_ext.init_state(ADAMW(0.1), PARAMS, mesh())
+    step = optax_ext.make_train_step(loss_fn, then, mesh())
+    refused(f"opt_state was made by another optimizer.*{difference}", step, PARAMS, state, BATCH)
+
+
+def test_a_state_that_was_restored_as_a_list():
+    state = [*optax_ext.init_state(CHAIN, PARAMS, mesh())]
+    step = optax_ext.make_train_step(loss_fn, CHAIN, mesh())
+    refused("it is a list, and a state of tx a tuple", step, PARAMS, state, BATCH)
