@@ -33,6 +33,8 @@ def check_order(call: str, params: Any, opt_state: Any) -> None:
     """Checks that ``params`` and ``opt_state`` have not changed places in ``call``."""
     if isinstance(params, Mesh | AbstractMesh):
         raise TypeError(f"params is a mesh. Write {call}.")
+    if params is None and opt_state is not None:
+        raise TypeError(f"params is None. Write {call}.")
     if isinstance(params, Iterator):
         raise TypeError(
             f"params is a {type(params).__name__}, which is no pytree of arrays: give list(params)."
@@ -44,9 +46,26 @@ def check_order(call: str, params: Any, opt_state: Any) -> None:
         )
 
 
+def check_params(params: Any) -> None:
+    """The parameters are arrays."""
+    advice = (
+        "Give the arrays alone, as equinox.filter(model, equinox.is_inexact_array) or "
+        "nnx.state(model, nnx.Param) has them."
+    )
+    _validation.check_arrays("params", params, advice)
+
+
 def check_workers(opt_state: Any, mesh: Mesh) -> None:
     """Checks that the state is for the workers of the mesh, each with its own residual."""
     axis_on(mesh, opt_state)
+    arrays = jax.tree_util.tree_leaves_with_path(opt_state)
+    for known, (path, x) in zip(_index.of(opt_state).leaves, arrays, strict=True):
+        if len(known.spec) and not np.ndim(x):
+            raise ValueError(
+                f"opt_state{jax.tree_util.keystr(path)} is a single number, and was an array with "
+                "a row for each worker. Give it an array of that shape; optax.tree.set gives all "
+                "arrays of a name the same value."
+            )
     for state in _wrappers.get_states(opt_state):
         check_all_rows("opt_state", state)
         names = _axes.axis_names(state.settings.axis)

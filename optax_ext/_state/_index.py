@@ -131,7 +131,7 @@ class Index:
                 "over which gradients are averaged is unknown. Make it with "
                 "optax_ext.init_state(tx, params, mesh), where tx is an optimizer of optax_ext, or "
                 "has optax_ext.ok_topk(density=..., axis='data') or optax_ext.dense(axis='data') "
-                "first in its chain."
+                "first in its chain. A function that only evaluates needs jax.jit alone."
             )
         names = " and ".join(map(repr, self.axes))
         raise ValueError(

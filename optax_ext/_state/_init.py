@@ -80,11 +80,7 @@ def init_state(
             "of jax.eval_shape."
         )
     _flax.register()
-    advice = (
-        "Give the arrays alone, as equinox.filter(model, equinox.is_inexact_array) or "
-        "nnx.state(model, nnx.Param) has them."
-    )
-    _validation.check_arrays("params", params, advice)
+    _host_checks.check_params(params)
     wanted = mesh
     if isinstance(mesh, Mesh):
         mesh = _placement.with_auto_axes(mesh)

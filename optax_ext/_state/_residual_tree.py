@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import PartitionSpec
 
 from optax_ext._error_feedback import _buffers, _layout, _owner, _residual, _trace_checks
@@ -52,6 +53,13 @@ def check_shapes(params: Any, parts: list[Any]) -> None:
             )
 
 
+_OF_LOOKAHEAD = (
+    "; with optax.lookahead these are params.fast, and the step is one of your own: "
+    "jax.grad(loss_fn)(optax_ext.ahead(params.fast, opt_state), batch) in a function with "
+    "@optax_ext.data_parallel"
+)
+
+
 def spread(trees: Iterable[Any], params: Any) -> list[Any]:
     """The leaves of several trees with masks, as leaves of ``params``; None where all have masks.
 
@@ -73,10 +81,9 @@ def spread(trees: Iterable[Any], params: Any) -> list[Any]:
             )
             raise ValueError(
                 f"opt_state was made for parameters with another tree than params: {structure}, "
-                f"and {jax.tree.structure(params)}. Give the parameters that init was called with; "
-                "with optax.lookahead these are params.fast, and the step is one of your own: "
-                "jax.grad(loss_fn)(optax_ext.ahead(params.fast, opt_state), batch) in a function "
-                f"with @optax_ext.data_parallel.{of_some if structure.num_nodes == 1 else ''}"
+                f"and {jax.tree.structure(params)}. Give the parameters that init was called with"
+                f"{_OF_LOOKAHEAD if isinstance(params, optax.LookaheadParams) else ''}."
+                f"{of_some if structure.num_nodes == 1 else ''}"
             )
         each = [part for part, size in zip(parts, sizes, strict=True) for _ in range(size)]
         for i, part in enumerate(each):

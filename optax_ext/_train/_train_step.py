@@ -251,7 +251,13 @@ class TrainStep:
         places = self._places.get(structure)
         if places is None or not places.holds(params):
             _host_checks.check_order("step(params, opt_state, batch)", params, opt_state)
+            _host_checks.check_params(params)
             _host_checks.check_workers(opt_state, self._mesh)
+            if isinstance(params, optax.LookaheadParams):
+                raise ValueError(
+                    "params are the two of optax.LookaheadParams, and this step moves one set. "
+                    "Write a step with @optax_ext.data_parallel, with gradients at params.fast."
+                )
             if not self._in_rounds:
                 _tell_of_rounds(opt_state)
             places = _places.of(params, opt_state, mesh, self._batch_spec)

@@ -325,3 +325,31 @@ def test_a_state_that_was_restored_as_a_list():
     state = [*optax_ext.init_state(CHAIN, PARAMS, mesh())]
     step = optax_ext.make_train_step(loss_fn, CHAIN, mesh())
     refused("it is a list, and a state of tx a tuple", step, PARAMS, state, BATCH)
+
+
+def test_one_count_for_all_workers():
+    """As ``optax.tree.set`` gives every count."""
+    tx = ADAMW(lambda count: 0.1)
+    state = optax.tree.set(optax_ext.init_state(tx, PARAMS, mesh()), count=jnp.zeros((), jnp.int32))
+    step = optax_ext.make_train_step(loss_fn, tx, mesh())
+    message = "opt_state.allreduce.count is a single number, and was an array with a row for each"
+    refused(message, step, PARAMS, state, BATCH)
+
+
+@pytest.mark.parametrize("tx", [ADAMW(0.1), optax.chain(optax_ext.dense(axis="data"))])
+def test_two_sets_of_parameters(tx):
+    both = optax.LookaheadParams.init_synced(PARAMS)
+    around = optax.lookahead(tx, 3, 0.5)
+    state = optax_ext.init_state(around, both, mesh())
+    step = optax_ext.make_train_step(lambda p, b: loss_fn(p.fast, b), around, mesh())
+    refused("params are the two of optax.LookaheadParams", step, both, state, BATCH)
+
+
+def test_what_is_no_parameter():
+    state = optax_ext.init_state(TX, PARAMS, mesh())
+    step = optax_ext.make_train_step(loss_fn, TX, mesh())
+    error = {"error": TypeError}
+    refused(r"params\['act'\]", step, {**PARAMS, "act": jax.nn.relu}, state, BATCH, **error)
+    refused("params is None", step, None, state, BATCH, **error)
+    for function in (optax_ext.flush, optax_ext.consolidate):
+        refused("params is None", function, None, state, **error)
