@@ -14,6 +14,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh
 
 from optax_ext._error_feedback import _trace_checks
+from optax_ext._error_feedback._roles import Rows
 from optax_ext._error_feedback._sparse_state import SparseAllreduceState
 from optax_ext._state import _index, _wrappers
 from sparse_collectives import AxisName, _axes, _validation
@@ -60,7 +61,7 @@ def check_workers(opt_state: Any, mesh: Mesh) -> None:
     axis_on(mesh, opt_state)
     arrays = jax.tree_util.tree_leaves_with_path(opt_state)
     for known, (path, x) in zip(_index.of(opt_state).leaves, arrays, strict=True):
-        if len(known.spec) and not np.ndim(x):
+        if known.rows is not Rows.NONE and not np.ndim(x):
             raise ValueError(
                 f"opt_state{jax.tree_util.keystr(path)} is a single number, and was an array with "
                 "a row for each worker. Give it an array of that shape; optax.tree.set gives all "
