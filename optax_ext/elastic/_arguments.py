@@ -5,6 +5,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh
+
+from optax_ext._state import _host_checks
+from sparse_collectives import _validation
 
 # The largest C int, which is how jax and XLA take numbers; and what fits in the memory of one
 # machine, with room to spare: jax keeps a record of each process, and starts a thread per device.
@@ -42,3 +47,23 @@ def check_finite(name: str, tree: Any) -> None:
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         if not jnp.isfinite(x).all():
             raise ValueError(f"{name}{jax.tree_util.keystr(path)} must be finite.")
+
+
+def check_batch(batch: Any, axis: str, before: Any, step: int) -> Any:
+    """The batch of one worker, in NumPy but for its keys; ``before`` has the shapes of an earlier.
+
+    Raises:
+      ValueError: it is empty or can't be split, or its shapes have changed.
+    """
+    if not jax.tree.leaves(batch):
+        raise ValueError(f"batch_of must return arrays, and at step {step} it returned {batch!r}.")
+    # Of one worker, as the part of each of them is.
+    _host_checks.check_batch(batch, AbstractMesh((1,), (axis,)), axis)
+    batch = jax.tree.map(lambda x: x if _validation.is_key(x) else np.asarray(x), batch)
+    shapes = jax.tree.map(jax.typeof, batch)
+    if before is not None and shapes != before:
+        raise ValueError(
+            f"batch_of returned {shapes} at step {step}, and for as many workers {before} before: "
+            "shapes and dtypes may depend on request.size alone. Drop or pad the last examples."
+        )
+    return batch

@@ -22,6 +22,7 @@ from optax_ext._state._specs import state_specs
 from optax_ext.elastic import _files
 from optax_ext.elastic._arguments import check_counts
 from optax_ext.elastic._waiting import log
+from sparse_collectives import _validation
 
 # The folder of a step, and in it one for the processes and the mark of a meeting.
 _STEP, _GROUP = re.compile("[1-9][0-9]*"), re.compile("([0-9]+(?:-[0-9]+)*)([.].*)?")
@@ -101,9 +102,15 @@ class Checkpoints:
 
         Raises:
           ValueError: a part is damaged, or of another model or optimizer.
+          ValueError: this process sees no such checkpoint, as another one does.
         """
-        group = self._whole(step)
-        assert group is not None
+        group = self._whole(step) if self.folder is not None else None
+        if group is None:
+            raise ValueError(
+                f"another process begins from the checkpoint of step {step}, and this one finds no "
+                f"whole one in folder={str(self.folder) if self.folder else None!r}. Give all "
+                "processes one folder that each of them can read and write."
+            )
         members = _members(group)
         shapes = self._shapes(len(members))
         whole = _named(shapes, self._params, rows=len(members))
@@ -116,7 +123,7 @@ class Checkpoints:
         if parts:
             first |= {name: np.concatenate([part[name] for part in parts]) for name in own}
         leaves, count = [*first.values()], len(jax.tree.leaves(shapes))
-        state = jax.tree.unflatten(jax.tree.structure(shapes), leaves[:count])
+        state = jax.tree.map(_like, shapes, jax.tree.structure(shapes).unflatten(leaves[:count]))
         restored = jax.tree.unflatten(jax.tree.structure(self._params), leaves[count:])
         return len(members), restored, state if parts else None
 
@@ -217,5 +224,18 @@ def _named(opt_state: Any, params: Any, rows: int = 1) -> dict[str, Any]:
     for number, (spec, x) in enumerate(zip(specs, jax.tree.leaves(opt_state), strict=True)):
         if len(spec) and rows > 1:
             x = jax.ShapeDtypeStruct((x.shape[0] // rows, *x.shape[1:]), x.dtype)
+        if _validation.is_key(x):
+            # A file has the words of a key.
+            traced = isinstance(x, jax.ShapeDtypeStruct)
+            x = jax.eval_shape(jax.random.key_data, x) if traced else jax.random.key_data(x)
         named[f"{'own' if len(spec) else 'shared'}/{number}"] = x
     return named | {f"params/{number}": x for number, x in enumerate(jax.tree.leaves(params))}
+
+
+def _like(shape: Any, words: np.ndarray) -> Any:
+    if not _validation.is_key(shape):
+        return words
+    # JAX tells the generator of arrays only, traced ones too.
+    impls: list[Any] = []
+    jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), shape)
+    return jax.random.wrap_key_data(words, impl=impls[0])

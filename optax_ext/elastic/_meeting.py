@@ -90,7 +90,8 @@ def decide(reports: Mapping[int, Report]) -> Decision:
         first = reports[holders[0]]
         step = first.steps[first.versions.index(version)]
     elif members:
-        holders, saved = members[:1], reports[members[0]].saved
+        # Of one folder; a process that does not see it yet, or has another one, says so.
+        holders, saved = members[:1], max(reports[p].saved for p in members)
         step = max(saved, 0)
     nonces = {process: report.nonce for process, report in reports.items()}
     return Decision(members, holders, version, step, saved, lost, refused, nonces)

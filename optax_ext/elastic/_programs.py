@@ -163,6 +163,9 @@ def _kept_or_compiled(lowered: jax.stages.Lowered, devices: Sequence[Device]) ->
         return _jax_internals.compiled(lowered, devices)
     text = [lowered.as_text(), jax.__version__, os.environ.get("XLA_FLAGS", "")]
     text.append(_jax_internals.machine(devices))
+    # The text of a program has neither the names of its arguments nor the types of keys.
+    avals = [str(x) for x in jax.tree.leaves(lowered.args_info)]
+    text += [str(lowered.in_tree), str(lowered.out_tree), *avals]
     name = hashlib.sha256("\n".join(text).encode()).hexdigest()
     path = Path(folder) / f"optax_ext_elastic_{name}"
     with contextlib.suppress(OSError, ValueError):

@@ -13,7 +13,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from optax_ext.elastic import _training_state
-from optax_ext.elastic._arguments import check_counts, check_finite, check_seconds
+from optax_ext.elastic._arguments import check_batch, check_counts, check_finite, check_seconds
 from optax_ext.elastic._checkpoints import Checkpoints
 from optax_ext.elastic._job import Job, log
 from optax_ext.elastic._meeting import Decision, Report, assigned
@@ -121,6 +121,7 @@ class Training:
             )
         self._job = job
         self._batch_of = batch_of
+        self._axis = axis
         self._rows = PartitionSpec(axis)
         self._check_every = check_every
         self._min_workers = min_workers
@@ -143,6 +144,8 @@ class Training:
         self._decision: Decision | None = None
         self._group: Group | None = None
         self._batch: Any = None
+        # Those of a batch, by the number of workers.
+        self._shapes: dict[int, Any] = {}
         self._magnitudes: dict[int, float] = {}
         self._lost: list[Lost] = []
         self._goodbyes: set[int] = set()
@@ -264,8 +267,11 @@ class Training:
         return now, own(loss).reshape(())
 
     def _next_batch(self, members: tuple[int, ...], step: int) -> Any:
-        rank = members.index(self._job.process_id)
-        return jax.tree.map(np.asarray, self._batch_of(BatchRequest(step, rank, len(members))))
+        rank, size = members.index(self._job.process_id), len(members)
+        batch = self._batch_of(BatchRequest(step, rank, size))
+        batch = check_batch(batch, self._axis, self._shapes.get(size), step)
+        self._shapes[size] = jax.tree.map(jax.typeof, batch)
+        return batch
 
     def _poll(self, group: Group, now: TrainingState) -> None:
         """Who would like to come, or to go, and whether all have the same."""

@@ -7,14 +7,16 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
 import optax_ext
 from optax_ext import elastic
-from optax_ext.elastic import __main__, _jax_internals, _job
+from optax_ext.elastic import __main__, _arguments, _jax_internals, _job, _programs
 
 PARAMS = {"w": jnp.zeros((4, 3))}
+ROWS = np.ones((2, 3), np.float32)
 
 
 @pytest.mark.parametrize(
@@ -200,3 +202,40 @@ def test_steps_that_are_none(steps):
     training = elastic.Training(Job(), lambda p, x: 0.0, tx, PARAMS, lambda request: None)
     with pytest.raises(ValueError, match="steps must be a whole number of at least 1"):
         next(training.run(steps))
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (None, "batch_of must return arrays, and at step 3 it returned None"),
+        ({"x": ROWS, "t": 0.5}, r"batch\['t'\] is a scalar"),
+        ([[1.0, 2.0]], r"batch\[0\]\[0\] is a scalar"),
+        ({"x": "text"}, r"batch\['x'\]"),
+        ({"x": ROWS, "key": jax.random.key(0)}, r"batch\['key'\] is one PRNG key"),
+        ({"x": ROWS[:1]}, r"returned .*float32\[1,3\].* at step 3, and .*float32\[2,3\].* before"),
+        ({"x": ROWS.astype(np.int32)}, "int32.* request.size alone"),
+    ],
+)
+def test_a_batch_that_is_none(batch, message):
+    before = {"x": jax.typeof(ROWS)}
+    with pytest.raises((ValueError, TypeError), match=message):
+        _arguments.check_batch(batch, "data", before, 3)
+
+
+def test_a_batch_may_have_keys():
+    keys = jax.random.split(jax.random.key(0), 1)
+    batch = _arguments.check_batch({"x": jnp.asarray(ROWS), "key": keys}, "data", None, 0)
+    assert isinstance(batch["x"], np.ndarray)
+    assert batch["key"] is keys
+
+
+def test_programs_of_other_arguments_are_kept_apart(tmp_path, monkeypatch):
+    """They may have the same text."""
+    monkeypatch.setattr(_jax_internals, "cache_folder", lambda: str(tmp_path))
+    monkeypatch.setattr(_jax_internals, "compiled", lambda lowered, devices: str(lowered.in_tree))
+    key = jax.random.split(jax.random.key(0), 1)
+    given = {"a": ROWS}, {"b": ROWS}, {"a": key}, {"a": jax.random.key_data(key)}
+    lowered = [jax.jit(lambda x: 0.0).lower(x) for x in given]
+    for each in lowered * 2:
+        assert _programs._kept_or_compiled(each, jax.devices()[:1]) == str(each.in_tree)
+    assert len(list(tmp_path.iterdir())) == 4

@@ -38,9 +38,12 @@ def row(state, worker, workers):
     )
 
 
+def _programs_of(tx):
+    return _programs.Programs(lambda p, x: 0.0, tx, "data", jax.devices())
+
+
 def checkpoints(folder, process=0, tx=TX, params=PARAMS):
-    programs = _programs.Programs(lambda p, x: 0.0, tx, "data", jax.devices())
-    return _checkpoints.Checkpoints(folder, 10, process, params, programs.state_of)
+    return _checkpoints.Checkpoints(folder, 10, process, params, _programs_of(tx).state_of)
 
 
 def save(folder, step, members, state, mark="5a"):
@@ -212,3 +215,28 @@ def test_an_optimizer_that_can_not_be_described_is_an_error_at_the_beginning(tmp
     tx = optax_ext.sparse_sgd(0.1, axis="data", density=0.1, allreduce=allreduce)
     with pytest.raises(ValueError, match="the allreduce declares no spec"):
         checkpoints(tmp_path, tx=tx)
+
+
+def test_a_checkpoint_that_only_another_process_sees(tmp_path):
+    save(tmp_path / "here", 20, (0, 1), state_of(2))
+    for folder in (tmp_path / "there", None):
+        with pytest.raises(
+            ValueError, match="from the checkpoint of step 20, and this one finds no"
+        ):
+            checkpoints(folder, 1).load(20, 1, 2)
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_random_keys_in_a_state(tmp_path, impl):
+    noise = optax.add_noise(0.1, 0.5, jax.random.key(7, impl=impl))
+    tx = optax.chain(optax_ext.ok_topk(0.3, axis="data"), noise, optax.sgd(0.1))
+    state = optax_ext.init_state(tx, PARAMS, {"data": 1})
+    each = checkpoints(tmp_path, tx=tx)
+    each.save(10, (0,), "5a", PARAMS, state)
+    assert each.wait() is None
+    _, _, saved = checkpoints(tmp_path, tx=tx).load(10, 0, 1)
+    carried = _handover.carried(saved, _programs_of(tx).fresh(1, 0, PARAMS))
+    assert jax.tree.structure(carried) == jax.tree.structure(state)
+    assert carried[1].rng_key.dtype == state[1].rng_key.dtype
+    words = [jax.random.key_data(x[1].rng_key).tolist() for x in (state, carried)]
+    assert words[0] == words[1]

@@ -57,6 +57,10 @@ def test_another_model_is_refused_by_those_that_have_a_state():
 def test_a_checkpoint_is_for_those_that_have_nothing():
     decision = decide({0: NEW._replace(saved=300), 1: NEW._replace(saved=300)})
     assert (decision.saved, decision.step, decision.version) == (300, 300, 0)
+    # A process that does not see it learns so when it reads.
+    for seen in ({0: 300, 1: -1}, {0: -1, 1: 300}, {0: 200, 1: 300}):
+        decision = decide({process: NEW._replace(saved=saved) for process, saved in seen.items()})
+        assert (decision.saved, decision.step, decision.members) == (300, 300, (0, 1))
     decision = decide({0: NEW._replace(saved=300), 1: has(4)})
     assert (decision.saved, decision.step, decision.holders) == (-1, 40, (1,))
 
