@@ -146,7 +146,7 @@ def loaded(
     if drop:
         gradients, left_out = _nonfinite.zeroed(gradients, _nonfinite.LARGEST_GRADIENT)
     # In the shape of the state, so that XLA writes in place if the state is donated.
-    before, step = _sparse_state.with_lead(gradients), jax.vmap(tx.update)
+    before, step = _sparse_state.with_lead(gradients), jax.vmap(tx.update, axis_size=1)
     # A learning rate in float64 would widen them.
     made = iter(map(_in_float32, _sparse_state.without_lead(step(before, state)[0])))
     # A CPU computes the moments again for the choice between new and old state: it would write a

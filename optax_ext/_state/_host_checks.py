@@ -56,6 +56,14 @@ def check_params(params: Any) -> None:
     _validation.check_arrays("params", params, advice)
 
 
+def check_differentiable(params: Any) -> None:
+    """The parameters are arrays of floats, real or complex: a step takes their gradient."""
+    check_params(params)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if _validation.is_key(leaf) or not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+            _validation.check_float(f"params{jax.tree_util.keystr(path)}", jnp.asarray(leaf).dtype)
+
+
 def check_workers(opt_state: Any, mesh: Mesh) -> None:
     """Checks that the state is for the workers of the mesh, each with its own residual."""
     axis_on(mesh, opt_state)

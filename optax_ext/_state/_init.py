@@ -23,7 +23,7 @@ from optax_ext._state import (
     _specs,
     _wrappers,
 )
-from sparse_collectives import AxisName, _axes, _validation
+from sparse_collectives import AxisName, _axes
 
 
 def init_state(

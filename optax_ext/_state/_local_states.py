@@ -67,7 +67,7 @@ def _states(local: Any) -> dict[str, _State]:
 
 
 def _match(fresh: _State, before: list[_State]) -> _State | None:
-    """The first state that has the same arrays, or at least those that a state cannot do without."""
+    """The first state that has the same arrays, or at least the needed ones."""
     for state in before:
         if {*state} == {*fresh}:
             return state

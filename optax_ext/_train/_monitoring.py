@@ -140,6 +140,8 @@ class Monitor:
                 f"write must be callable as write(step, values), got {write!r}. Give for example "
                 "print, or the write_scalars of a clu.metric_writers."
             )
+        if not isinstance(prefix, str):
+            raise TypeError(f"prefix must be a string, such as 'sparse/' or '', got {prefix!r}.")
         self._write = write
         self._every = _validation.check_positive_int("every", every)
         self._prefix = prefix

@@ -251,7 +251,7 @@ class TrainStep:
         places = self._places.get(structure)
         if places is None or not places.holds(params):
             _host_checks.check_order("step(params, opt_state, batch)", params, opt_state)
-            _host_checks.check_params(params)
+            _host_checks.check_differentiable(params)
             _host_checks.check_workers(opt_state, self._mesh)
             if isinstance(params, optax.LookaheadParams):
                 raise ValueError(

@@ -107,7 +107,7 @@ class Member:
         return self._caught_up(vector, self._applied)
 
     def _caught_up(self, given: np.ndarray, call: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        """The result of a call, which is made again if it fails, with the same vector or a later one.
+        """The result of a call, which is made again with this vector or a later one if it fails.
 
         It may fail after it has applied a round: then the caller's vector is behind by that round.
         """

@@ -178,8 +178,8 @@ class Site:
         Raises:
           ValueError: parameters of another model, or that are not finite or further from the shared
             ones than float32 holds, of which nothing is sent.
-          TimeoutError: no answer for ``give_up`` seconds. ``params`` are unchanged: call again, with
-            these or after more steps.
+          TimeoutError: no answer for ``give_up`` seconds. ``params`` are unchanged: call again,
+            with these or after more steps.
         """
         tokens = _validation.check_positive_int("tokens", tokens, most=MOST_TOKENS - 1)
         vector = self._model.flat(_processes.whole(params))

@@ -182,6 +182,7 @@ WRONG_TYPES = [
     (lambda: init(INJECTED(density=0.1)), "density must be .*static_args="),
     (lambda: init(BEHIND), "tx must be a sparse allreduce alone"),
     (lambda: MONITOR("logs"), "write must be callable"),
+    (lambda: MONITOR(print, prefix=None), "prefix must be a string.* got None"),
     (lambda: init(WHOLE, (x for x in PARAMS.values())), r"params is a generator.*list\(params\)"),
     *(
         (lambda make=make: make("1e-3", axis="data"), "learning_rate must be a number.*got '1e-3'")

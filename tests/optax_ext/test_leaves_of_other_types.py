@@ -70,7 +70,7 @@ def test_lookahead_of_optax_and_ahead_outside_of_the_map():
         return jnp.mean((x @ params["w"] - x[:, :4]) ** 2)
 
     step = optax_ext.make_train_step(lambda p, x: loss(p.fast, x), tx, mesh(2), donate=False)
-    refused(r"another tree.*lookahead.*params\.fast", step, pair, state, normal((8, 6)))
+    refused(r"the two of optax.LookaheadParams.*params\.fast", step, pair, state, normal((8, 6)))
     refused(r"ahead was called where axis='data' is not", optax_ext.ahead, params, state)
 
     @optax_ext.data_parallel
@@ -143,3 +143,23 @@ def test_local_steps_refuse_leaves_that_are_not_real(dtype):
     refused(
         message, optax_ext.init_state, tx, {"a": np.ones(3, dtype)}, {"data": 2}, error=TypeError
     )
+
+
+@pytest.mark.parametrize("leaf", [np.array(3), np.array(True), jax.random.key(0)])
+def test_a_step_of_a_dense_optimizer_names_them_as_well(leaf):
+    tx = optax.chain(optax_ext.dense(axis="data"), optax.set_to_zero())
+    params = {"w": PARAMS["w"], "extra": leaf}
+    step = optax_ext.make_train_step(lambda p, x: jnp.mean(x @ p["w"]), tx, mesh(2))
+    state = optax_ext.init_state(tx, params, mesh(2))
+    message = r"params\['extra'\] must be.*Keep such leaves out"
+    refused(message, step, params, state, normal((8, 6)), error=TypeError)
+
+
+@pytest.mark.parametrize("make", [optax_ext.sparse_adamw, optax_ext.sparse_sgd])
+def test_parameters_without_entries_are_stepped(make):
+    tx, params = make(lambda count: 0.1, axis="data"), {"w": jnp.zeros((0, 3))}
+    step = optax_ext.make_train_step(
+        lambda p, x: jnp.sum(p["w"]) + jnp.mean(x), tx, mesh(2), donate=False
+    )
+    params, state, loss = step(params, optax_ext.init_state(tx, params, mesh(2)), jnp.ones((8, 6)))
+    assert (params["w"].shape, float(loss), int(state.count)) == ((0, 3), 1.0, 1)
