@@ -1,4 +1,4 @@
-"""Resharding: the states of the transformations in front of an exchange (``local``)."""
+"""Resharding: the states of the transformations before an exchange (``local``)."""
 
 import warnings
 from typing import Any

@@ -57,7 +57,7 @@ def check_batch(batch: Any, axis: str, before: Any, step: int) -> Any:
     """
     if not jax.tree.leaves(batch):
         raise ValueError(f"batch_of must return arrays, and at step {step} it returned {batch!r}.")
-    # Of one worker, as the part of each of them is.
+    # As a batch of one worker: each worker gives its own part.
     _host_checks.check_batch(batch, AbstractMesh((1,), (axis,)), axis)
     batch = jax.tree.map(lambda x: x if _validation.is_key(x) else np.asarray(x), batch)
     shapes = jax.tree.map(jax.typeof, batch)

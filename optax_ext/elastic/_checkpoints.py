@@ -235,7 +235,7 @@ def _named(opt_state: Any, params: Any, rows: int = 1) -> dict[str, Any]:
 def _like(shape: Any, words: np.ndarray) -> Any:
     if not _validation.is_key(shape):
         return words
-    # JAX tells the generator of arrays only, traced ones too.
+    # JAX names the generator of an array, also of a traced one, and of no shape.
     impls: list[Any] = []
     jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), shape)
     return jax.random.wrap_key_data(words, impl=impls[0])

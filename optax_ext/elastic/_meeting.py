@@ -90,7 +90,7 @@ def decide(reports: Mapping[int, Report]) -> Decision:
         first = reports[holders[0]]
         step = first.steps[first.versions.index(version)]
     elif members:
-        # Of one folder; a process that does not see it yet, or has another one, says so.
+        # All have one folder; a process that does not see it yet, or has another one, says so.
         holders, saved = members[:1], max(reports[p].saved for p in members)
         step = max(saved, 0)
     nonces = {process: report.nonce for process, report in reports.items()}

@@ -144,7 +144,7 @@ class Training:
         self._decision: Decision | None = None
         self._group: Group | None = None
         self._batch: Any = None
-        # Those of a batch, by the number of workers.
+        # The shapes of a batch, by the number of workers.
         self._shapes: dict[int, Any] = {}
         self._magnitudes: dict[int, float] = {}
         self._lost: list[Lost] = []

@@ -102,14 +102,14 @@ class Member:
     def finish(self, vector: np.ndarray) -> np.ndarray:
         """As :meth:`Site.finish`, of vectors."""
         if self._pending is None and self._put is not None and self._put.number == self.number:
-            # An earlier call has failed, and nobody is waiting for its round.
+            # An earlier call has failed while it waited for its round.
             self._begin(self._moved(vector))
         return self._caught_up(vector, self._applied)
 
     def _caught_up(self, given: np.ndarray, call: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
         """The result of a call, which is made again with this vector or a later one if it fails.
 
-        It may fail after it has applied a round: then the caller's vector is behind by that round.
+        It may fail after it has applied a round: then the caller's vector lacks that round.
         """
         vector = given
         if self._owed is not None:

@@ -281,7 +281,7 @@ def test_limit_keeps_three_times_what_arrived_between_two_deliveries_at_most(lim
 
 @pytest.mark.parametrize("negative", [False, True, "schedule"])
 def test_a_negative_rate_goes_the_other_way(negative):
-    """Also with a limit, which has the size of the rate."""
+    """Also with a limit, which is a multiple of the learning rate."""
     sign = -1 if negative else 1
     rate = (lambda count: -0.1) if negative == "schedule" else 0.1 * sign
     tx = optax_ext.sparse_adamw(rate, axis="w", residual=optax_ext.residual(), weight_decay=0.0)

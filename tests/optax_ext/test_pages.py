@@ -181,8 +181,10 @@ def test_exchanges_without_a_selection(exchange):
 
 @pytest.mark.slow
 def test_troubleshooting():
-    # The last program leaves arguments out.
-    *programs, strict, _ = programs_of("troubleshooting")
+    *programs, strict, counting = programs_of("troubleshooting")
+    dense, sparse = 2 * 100_000 * 7 / 8, 6 * 1000 * 7 / 8
+    words = names_after([counting])["counted"].words
+    assert 0.01 * dense + 0.99 * sparse < words < 0.01 * dense + 0.99 * 1.5 * sparse
     names = names_after(programs)
     assert names["state"].skipped == 0
     assert int(names["state"].count) == 2

@@ -262,7 +262,7 @@ def test_a_site_that_can_not_finish_finishes_later(monkeypatch):
     np.testing.assert_array_equal(flat(one.finish(mine)), flat(mine))
     assert one.last.delivered
     np.testing.assert_array_equal(flat(site(store, "b", density=1.0).params), flat(mine))
-    # The tokens of the call that has failed count once, and those of the next one in full.
+    # The tokens of the call that has failed count once, and the tokens of the next one in full.
     one._member._give_up = 30.0
     mine = one.exchange(moved(mine, 1), tokens=7, wait=True)
     assert [one._member._run.closed(x)[0].tokens for x in range(2)] == [5, 7]
