@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, PartitionSpec
 
 from optax_ext._state import _held, _host_checks, _index, _placement
-from optax_ext._train import _arrays, _mapped, _other_state, _places, _skipped
+from optax_ext._train import _arrays, _mapped, _other_state, _places, _same_program, _skipped
 
 
 def make_train_step(
@@ -174,6 +174,7 @@ class TrainStep:
         self._batch_spec = batch_spec
         self._queue = _arrays.Queue(in_flight)
         self._skipped = _skipped.Watch()
+        self._compared = False
         self._donates = donates
         self._in_rounds = in_rounds
         self._returned = _arrays.Returned((), (), None)
@@ -207,6 +208,9 @@ class TrainStep:
         places = known
         if places is None:
             params, opt_state, places = self._placed(params, opt_state, batch)
+        if not self._compared:
+            self._compared = True
+            _same_program.check(self._mesh, params, opt_state, batch)
         batch = places.put_batch(batch)
         if known is None and self._donates:
             (params, opt_state), batch = _arrays.unshared((params, opt_state), batch)

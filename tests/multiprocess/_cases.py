@@ -157,6 +157,13 @@ def refuse(mesh: Mesh, folder: Path) -> dict[str, np.ndarray]:
         wrong = pytest.raises(ValueError, match=said)
         with wrong if jax.process_count() > 1 else contextlib.nullcontext():
             call()
+    # Each process has settings of its own.
+    tx = optax_ext.sparse_adamw(0.1, axis="data", density=0.1 * (1 + jax.process_index()))
+    state = optax_ext.init_state(tx, _task.first_params(), mesh)
+    step = optax_ext.make_train_step(_task.loss_fn, tx, mesh)
+    wrong = pytest.raises(ValueError, match="tx of process 1 differs from process 0")
+    with wrong if jax.process_count() > 1 else contextlib.nullcontext():
+        step(_task.first_params(), state, _task.batch_of(0, mesh))
     return {}
 
 
