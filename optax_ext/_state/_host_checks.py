@@ -299,7 +299,7 @@ def check_global(batch: Any, mesh: Mesh, opt_state: Any, in_rounds: bool) -> Non
             )
 
 
-def check_batch(batch: Any, mesh: Mesh, axis: AxisName) -> None:
+def check_batch(batch: Any, mesh: Mesh | AbstractMesh, axis: AxisName) -> None:
     """Checks that the leading dimension of each leaf can be split over the workers."""
     workers = math.prod(mesh.shape[name] for name in _axes.axis_names(axis))
     check_examples(batch)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from optax_ext._state._checkpoint import checkpoint_metadata
@@ -226,8 +227,8 @@ def _named(opt_state: Any, params: Any, rows: int = 1) -> dict[str, Any]:
             x = jax.ShapeDtypeStruct((x.shape[0] // rows, *x.shape[1:]), x.dtype)
         if _validation.is_key(x):
             # A file has the words of a key.
-            traced = isinstance(x, jax.ShapeDtypeStruct)
-            x = jax.eval_shape(jax.random.key_data, x) if traced else jax.random.key_data(x)
+            words_of = jax.random.key_data
+            x = words_of(x) if isinstance(x, jax.Array) else jax.eval_shape(words_of, x)
         named[f"{'own' if len(spec) else 'shared'}/{number}"] = x
     return named | {f"params/{number}": x for number, x in enumerate(jax.tree.leaves(params))}
 
@@ -238,4 +239,4 @@ def _like(shape: Any, words: np.ndarray) -> Any:
     # JAX names the generator of an array, also of a traced one, and of no shape.
     impls: list[Any] = []
     jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), shape)
-    return jax.random.wrap_key_data(words, impl=impls[0])
+    return jax.random.wrap_key_data(jnp.asarray(words), impl=impls[0])
