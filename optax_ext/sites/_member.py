@@ -47,6 +47,8 @@ class _Put(NamedTuple):
     tokens: int
     body: bytes
     base: str
+    # Whether the caller went on from the shared parameters, without these entries.
+    given_up: bool = False
 
 
 class _Owed(NamedTuple):
@@ -62,6 +64,7 @@ class Member:
     Attributes:
       number: the round that it takes part in next.
       params: ``f32[n]``, the shared parameters.
+      shown: ``f32[n]``, the shared parameters after the last call that returned.
       last: the last round that it applied.
     """
 
@@ -89,22 +92,27 @@ class Member:
         self._put: _Put | None = None
         self._apply(self._patiently(run.look, self.number), np.zeros_like(params), 0.0)
         self._first = self.number
+        self.shown = self.params.copy()
 
     def exchange(self, vector: np.ndarray, tokens: int, wait: bool) -> np.ndarray:
         """As :meth:`Site.exchange`, of vectors."""
+        self._check_open()
+        return self._caught_up(vector, lambda now: self._exchanged(now, tokens, wait))
+
+    def finish(self, vector: np.ndarray) -> np.ndarray:
+        """As :meth:`Site.finish`, of vectors."""
+        self._check_open()
+        if self._pending is None and self._put is not None and self._put.number == self.number:
+            # An earlier call has failed while it waited for its round.
+            self._begin(self._moved(vector))
+        return self._caught_up(vector, self._applied)
+
+    def _check_open(self) -> None:
         if self._closed:
             raise ValueError(
                 "this site is closed: make another optax_ext.sites.Site of the same name, which "
                 "goes on with the run."
             )
-        return self._caught_up(vector, lambda now: self._exchanged(now, tokens, wait))
-
-    def finish(self, vector: np.ndarray) -> np.ndarray:
-        """As :meth:`Site.finish`, of vectors."""
-        if self._pending is None and self._put is not None and self._put.number == self.number:
-            # An earlier call has failed while it waited for its round.
-            self._begin(self._moved(vector))
-        return self._caught_up(vector, self._applied)
 
     def _caught_up(self, given: np.ndarray, call: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
         """The result of a call, which is made again with this vector or a later one if it fails.
@@ -112,13 +120,18 @@ class Member:
         It may fail after it has applied a round: then the caller's vector lacks that round.
         """
         vector = given
-        if self._owed is not None:
+        if np.array_equal(given, self.shown):
+            # The caller has given up its own changes, also those on their way.
+            vector = self.params.copy()
+            self._put = self._put and self._put._replace(given_up=True)
+        elif self._owed is not None:
             with np.errstate(over="ignore", invalid="ignore"):
                 vector = self._owed.now + (given - self._owed.given)
         self._moved(vector)
         self._owed = _Owed(given, vector)
         vector = call(vector)
         self._owed, self._failed = None, 0
+        self.shown = self.params.copy()
         return vector
 
     def _exchanged(self, vector: np.ndarray, tokens: int, wait: bool) -> np.ndarray:
@@ -223,8 +236,11 @@ class Member:
 
     def _take_off(self, moved: np.ndarray, change: Change, tokens: int) -> None:
         """Takes off entries that were delivered."""
-        moved[change.indices] -= change.values
+        if self._put is None or not self._put.given_up:
+            moved[change.indices] -= change.values
         self._unsent = max(0, self._unsent - tokens)
+        # The tokens of a failed call may have been among them.
+        self._failed = min(self._failed, self._unsent)
         self._put = None
 
     def _warn_of_another(self) -> None:

@@ -109,9 +109,14 @@ class Run:
         A site that was away reads in the snapshot whether its payload was delivered.
         """
         self._put_snapshot(snapshot)
+        self._objects.remove_before(self._kept_from(snapshot.number))
+
+    def _kept_from(self, newest: int | None = None) -> int:
+        """The number of the last snapshot but one: rounds and snapshots before it are removed."""
         found = self._objects.names("snapshot").items()
         numbers = [x.number for x, size in found if size >= 4 * self.model.size]
-        self._objects.remove_before(max((x for x in numbers if x < snapshot.number), default=0))
+        newest = max(numbers, default=0) if newest is None else newest
+        return max((x for x in numbers if x < newest), default=0)
 
     def _put_snapshot(self, snapshot: Snapshot) -> None:
         def there() -> bool:
@@ -142,6 +147,9 @@ class Run:
           StoreError: an object of a closed round was removed or replaced, and there is no newer
             snapshot yet.
         """
+        # A round that was removed may have another list by now, from a site that came too late.
+        if number < self._kept_from() and (snapshot := self.newest(above=number)) is not None:
+            return self._after(snapshot)
         rounds: list[list[Share]] = []
         failed = None
         try:
@@ -155,8 +163,9 @@ class Run:
             raise failed
         if snapshot is None and rounds and base is not None and _differs(rounds[0], base):
             snapshot = self.newest()
-        if snapshot is None:
-            return Found(None, rounds)
+        return Found(None, rounds) if snapshot is None else self._after(snapshot)
+
+    def _after(self, snapshot: Snapshot) -> Found:
         after = self.look(snapshot.number)
         return Found(after.snapshot or snapshot, after.rounds)
 
@@ -198,7 +207,7 @@ class Run:
                 if sites >= expected or now - self._complete[1] >= self.grace:
                     self._close(number, shares)
                     return
-            # This site has put its payload: it is not there only if the round was removed.
+            # This site has put its payload, so the round was removed if it is not there.
             if self.site not in sites and self.newest(above=number) is not None:
                 return
             if (left := began + seconds - now) <= 0:
@@ -214,6 +223,9 @@ class Run:
 
     def _close(self, number: int, shares: Mapping[Name, Share]) -> None:
         """Writes the list of the payloads that have come, unless another site is faster."""
+        if self.newest(above=number) is not None:
+            # The round was closed and removed before the payload of this site came.
+            return
         name = Name("list", number)
 
         def there() -> bool:

@@ -212,4 +212,4 @@ class Site:
 
     def _known(self) -> _State:
         assert self._member is not None
-        return _State(self._member.number, self._member.params, self._member.last)
+        return _State(self._member.number, self._member.shown, self._member.last)

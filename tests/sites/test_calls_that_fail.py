@@ -1,11 +1,13 @@
 """Sites in any order of calls, over a store that fails at any moment: nothing is lost or doubled.
 
-The store may fail before it does something, or after it has done it. A call that fails is made
-again, as the docs say, with the same parameters or after more steps. A copy of all objects shows
-what was delivered, also in rounds that are removed.
+The store may fail before it does something, or after it has done it, a write may take so long that
+others remove its round, and a wait may be interrupted. A call that fails is made again, as the docs
+say, with the same parameters or after more steps. A copy of all objects shows what was delivered,
+also in rounds that are removed.
 """
 
 import contextlib
+import threading
 
 import numpy as np
 import pytest
@@ -22,10 +24,14 @@ class Failing:
     def __init__(self, store, copy, rng):
         self._store, self._copy, self._rng = store, copy, rng
         self.fails = 0.0
+        self.open = threading.Event()
+        self.open.set()
         self.operations = store.create, store.get, store.sizes
         store.create, store.get, store.sizes = self.create, self.get, self.sizes
 
     def create(self, name, data):
+        if "payload" in name:
+            self.open.wait()
         with self._sometimes():
             created = self.operations[0](name, data)
             if created:
@@ -52,6 +58,24 @@ class Failing:
             raise sites.StoreError("can't be reached any more")
 
 
+class Interrupted:
+    """The thread of a site's rounds, or a round of it, for which the caller may stop waiting."""
+
+    def __init__(self, around, player):
+        self._around, self._player = around, player
+
+    def submit(self, function):
+        return Interrupted(self._around.submit(function), self._player)
+
+    def result(self):
+        if self._player.rng.random() < self._player.store.fails / 2:
+            raise KeyboardInterrupt
+        return self._around.result()
+
+    def shutdown(self):
+        self._around.shutdown()
+
+
 class Player:
     """A site, its parameters, and what it has moved in this life."""
 
@@ -60,6 +84,7 @@ class Player:
         self.site = site(store, name, give_up=0.0, **options)
         self.run = self.site._member._run
         self.store = Failing(self.run.store, copy, rng)
+        self.site._member._pool = Interrupted(self.site._member._pool, self)
         self.params = self.site.params
         self.total = np.zeros(SIZE)
 
@@ -77,7 +102,7 @@ class Player:
             try:
                 self.params = function(self.params)
                 return
-            except TimeoutError:
+            except (TimeoutError, KeyboardInterrupt):
                 if self.rng.random() < 0.3:
                     self.move()
             finally:
@@ -140,14 +165,28 @@ def test_nothing_is_lost_or_doubled(seed, monkeypatch):
     players = [Player(store, copy, name, rng, **options) for name in NAMES[: 2 + seed % 2]]
     for name in players[0].run.store.sizes(""):
         copy[name] = players[0].store.operations[1](name, 10**6)
+    slow = None
     for _ in range(25):
+        if slow is not None and rng.random() < 0.3:
+            slow.store.open.set()
+            slow = None
         player = players[rng.integers(len(players))]
+        if player is slow:
+            continue
         player.move()
+        if slow is None and rng.random() < 0.2:
+            # Its next payload comes late.
+            player.call(player.site.finish)
+            player.store.open.clear()
+            player.exchange(wait=False)
+            slow = player
+            continue
         if rng.random() < 0.2:
             player.call(player.site.finish)
         else:
             player.exchange(wait=bool(rng.random() < 0.5))
     for player in players:
+        player.store.open.set()
         player.call(player.site.finish)
     for player in players:
         # Without a step of its own, so that all apply the rounds of the others.

@@ -288,3 +288,22 @@ def test_a_call_that_gives_up_before_the_grace_is_over_goes_on_when_it_is_made_a
             failed.append(str(error))
     assert failed[0].endswith("give_up=0 s: it has its quorum, and waits grace=0.3 s for b.")
     assert both[0].last.sites == ("a",)
+
+
+def test_a_caller_that_goes_on_from_the_shared_parameters_gives_up_its_own():
+    store = memory()
+    one, other = (site(store, name, density=1.0, grace=0.0) for name in "ab")
+    mine = one.exchange(moved(PARAMS, 0), tokens=1)
+    one._member._pending.exception()
+    other.exchange(other.params, tokens=1, wait=True)
+    with pytest.raises(ValueError, match="go on from the parameters of all sites, site.params"):
+        one.exchange({**mine, "a": mine["a"] * np.nan}, tokens=1)
+    # Its first change was delivered, and is not taken back.
+    mine = one.exchange(one.params, tokens=1, wait=True)
+    mine = one.exchange(mine, tokens=1, wait=True)
+    np.testing.assert_array_equal(flat(mine), flat(moved(PARAMS, 0)))
+    np.testing.assert_array_equal(flat(one.params), flat(mine))
+    one.close()
+    for call in (lambda: one.exchange(mine, tokens=1), lambda: one.finish(mine)):
+        with pytest.raises(ValueError, match="this site is closed"):
+            call()
