@@ -1,5 +1,6 @@
 """Resharding: the states of the transformations before an exchange (``local``)."""
 
+import re
 import warnings
 from typing import Any
 
@@ -12,7 +13,7 @@ from optax_ext._state import _rows, _shards
 
 # Fields that may begin with zeros while the step count goes on: it makes some steps smaller. With
 # second moments of zero they would be far too large.
-_FIRST_MOMENTS = (".mu", ".trace")
+_FIRST_MOMENTS = re.compile(r"\.(mu|trace)\b")
 
 # The arrays of one transformation by their paths in its state.
 _State = dict[str, Any]
@@ -59,8 +60,9 @@ def _states(local: Any) -> dict[str, _State]:
     """The arrays of each transformation, by the path of its state."""
     found: dict[str, _State] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(local):
-        fields = [i for i, key in enumerate(path) if isinstance(key, jax.tree_util.GetAttrKey)]
-        at = fields[-1] if fields else 0
+        # The first field is of the state, and others are of what it has, such as parameters.
+        fields = (i for i, key in enumerate(path) if isinstance(key, jax.tree_util.GetAttrKey))
+        at = next(fields, 0)
         of = found.setdefault(jax.tree_util.keystr(path[:at]), {})
         of[jax.tree_util.keystr(path[at:])] = leaf
     return found
@@ -71,7 +73,7 @@ def _match(fresh: _State, before: list[_State]) -> _State | None:
     for state in before:
         if {*state} == {*fresh}:
             return state
-    needed = {name for name in fresh if not name.startswith(_FIRST_MOMENTS)}
+    needed = {name for name in fresh if not _FIRST_MOMENTS.match(name)}
     found = (state for state in before if needed <= {*state})
     return next(found, None) if needed > {".count"} else None
 

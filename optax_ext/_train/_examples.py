@@ -49,9 +49,13 @@ class Chosen:
         Raises:
           TypeError: the step does not take them, or some by keyword only.
         """
-        if not named:
+        # A part of the batch may have a default.
+        missing = self._at is not None and self._at[-1] >= len(args)
+        if not named and not missing:
             return args
         others = [name for name in named if name not in self._names]
+        if self._signature is None and not named:
+            return args
         if others or self._signature is None:
             raise TypeError(
                 f"{self._step} takes no argument {(others or [*named])[0]!r} that data_parallel "
@@ -59,7 +63,7 @@ class Chosen:
                 "functools.partial."
             )
         bound = self._signature.bind(*args, **named)
-        if bound.kwargs:
+        if bound.kwargs or missing:
             bound.apply_defaults()
         return bound.args
 

@@ -1,6 +1,7 @@
 """Checks of arguments, each with one line that names the argument, its value and what it may be."""
 
 import math
+import re
 from typing import Any
 
 import jax
@@ -47,6 +48,11 @@ def check_finite(name: str, tree: Any) -> None:
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         if not jnp.isfinite(x).all():
             raise ValueError(f"{name}{jax.tree_util.keystr(path)} must be finite.")
+
+
+def without_addresses(text: str) -> str:
+    """A text of a tree, the same in all processes, though it may have functions in it."""
+    return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
 def check_batch(batch: Any, axis: str, before: Any, step: int) -> Any:

@@ -22,6 +22,7 @@ from optax_ext._state._specs import state_specs
 from optax_ext._train import _mapped
 from optax_ext._train._train_step import make_train_step
 from optax_ext.elastic import _files, _handover, _jax_internals
+from optax_ext.elastic._arguments import without_addresses
 from optax_ext.elastic._jax_internals import Device
 
 _WHOLE = PartitionSpec()
@@ -165,7 +166,8 @@ def _kept_or_compiled(lowered: jax.stages.Lowered, devices: Sequence[Device]) ->
     text.append(_jax_internals.machine(devices))
     # The text of a program has neither the names of its arguments nor the types of keys.
     avals = [str(x) for x in jax.tree.leaves(lowered.args_info)]
-    text += [str(lowered.in_tree), str(lowered.out_tree), *avals]
+    trees = (without_addresses(str(x)) for x in (lowered.in_tree, lowered.out_tree))
+    text += [*trees, *avals]
     name = hashlib.sha256("\n".join(text).encode()).hexdigest()
     path = Path(folder) / f"optax_ext_elastic_{name}"
     with contextlib.suppress(OSError, ValueError):

@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from optax_ext._state import _find, _index
 from optax_ext.elastic import _handover
+from optax_ext.elastic._arguments import without_addresses
 from optax_ext.elastic._checkpoints import Checkpoints
 from optax_ext.elastic._job import Job
 from optax_ext.elastic._meeting import Decision
@@ -91,7 +92,8 @@ def description(params: Any, opt_state: Any) -> str:
     leaves = jax.tree_util.tree_leaves_with_path(params)
     shapes = [(jax.tree_util.keystr(path), x.shape, str(x.dtype)) for path, x in leaves]
     # The text of the state has its settings.
-    text = repr((shapes, str(jax.tree.map(lambda x: (x.shape, x.dtype), opt_state))))
+    of_state = str(jax.tree.map(lambda x: (x.shape, x.dtype), opt_state))
+    text = repr((shapes, without_addresses(of_state)))
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     count = sum(x.size for _, x in leaves)
     return f"a model of {count} parameters ({digest}, jax {jax.__version__})"

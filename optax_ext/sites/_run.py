@@ -223,9 +223,6 @@ class Run:
 
     def _close(self, number: int, shares: Mapping[Name, Share]) -> None:
         """Writes the list of the payloads that have come, unless another site is faster."""
-        if self.newest(above=number) is not None:
-            # The round was closed and removed before the payload of this site came.
-            return
         name = Name("list", number)
 
         def there() -> bool:

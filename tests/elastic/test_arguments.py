@@ -1,9 +1,12 @@
 """Wrong arguments, each with one line that names it."""
 
+import dataclasses
+import functools
 import signal
 import socket
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +16,7 @@ import pytest
 
 import optax_ext
 from optax_ext import elastic
-from optax_ext.elastic import __main__, _arguments, _jax_internals, _job, _programs
+from optax_ext.elastic import __main__, _arguments, _jax_internals, _job, _programs, _training_state
 
 PARAMS = {"w": jnp.zeros((4, 3))}
 ROWS = np.ones((2, 3), np.float32)
@@ -239,3 +242,26 @@ def test_programs_of_other_arguments_are_kept_apart(tmp_path, monkeypatch):
     for each in lowered * 2:
         assert _programs._kept_or_compiled(each, jax.devices()[:1]) == str(each.in_tree)
     assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_a_model_with_functions_in_it_has_one_description():
+    """In each process a function has another address."""
+
+    class Function:
+        def __call__(self, x):
+            return x
+
+    @functools.partial(
+        jax.tree_util.register_dataclass, data_fields=["w"], meta_fields=["activation"]
+    )
+    @dataclasses.dataclass
+    class Model:
+        w: Any
+        activation: Any
+
+    tx = optax_ext.sparse_adamw(0.1, axis="data")
+    models = [Model(jnp.zeros(16), Function()) for _ in range(2)]
+    states = [optax_ext.init_state(tx, model, {"data": 1}) for model in models]
+    assert repr(jax.tree.structure(models[0])) != repr(jax.tree.structure(models[1]))
+    described = [_training_state.description(*x) for x in zip(models, states, strict=True)]
+    assert described[0] == described[1]

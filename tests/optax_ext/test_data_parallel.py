@@ -1,5 +1,6 @@
 """The arguments of ``data_parallel``: the split ones, the traced ones, and errors."""
 
+import functools
 import inspect
 import warnings
 
@@ -264,3 +265,19 @@ def test_arguments_may_be_named():
         ("multiple values for argument 'state'", {"x": X, "state": state}),
     ):
         refused(message, step, params, state, error=TypeError, **given)
+
+
+def test_a_part_of_the_batch_may_have_a_default():
+    @functools.partial(optax_ext.data_parallel, examples=("x", "mask"))
+    def step(params, state, x, mask=None):
+        mask = jnp.ones(len(x)) if mask is None else mask
+        gradients = jax.grad(lambda p: jnp.mean(mask[:, None] * (x @ p["w"]) ** 2))(
+            optax_ext.ahead(params, state)
+        )
+        updates, state = TX.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = TX.init(PARAMS)
+    ends = [step(PARAMS, state, X)[0], step(PARAMS, state, X, np.ones(len(X), np.float32))[0]]
+    jax.tree.map(np.testing.assert_array_equal, *ends)
+    refused("missing a required argument: 'x'", step, PARAMS, state, error=TypeError)

@@ -1,6 +1,7 @@
 """Reshard to other settings of an optimizer: what both have in common goes on."""
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -69,6 +70,31 @@ def test_second_moments_that_can_not_go_on_begin_again_with_their_count(tx, then
     adam, schedule = of_local(new, "count")
     assert (adam.tolist(), schedule.tolist()) == ([0] * 4, [STEPS] * 4)
     assert not any(x.any() for x in of_local(new, "nu"))
+
+
+class Model(NamedTuple):
+    """Parameters with names of attributes, as a state has them."""
+
+    w: Any
+    b: Any
+
+
+@pytest.mark.parametrize(
+    ("tx", "then"),
+    [
+        (OPTIMIZER(optax.scale_by_adam(), 1e-2), OPTIMIZER(optax.scale_by_rms(), 1e-2)),
+        (SGD(SCHEDULE), OPTIMIZER(optax.scale_by_adam(b1=0.0), 1e-2)),
+    ],
+)
+def test_first_moments_never_become_second_moments(tx, then):
+    params = Model(**PARAMS)
+    steps = [batch_of()] * STEPS
+    loss = lambda params, batch: loss_fn(params._asdict(), batch)  # noqa: E731
+    params, old, _ = train(tx, loss, params, steps, mesh())[-1]
+    with pytest.warns(UserWarning, match=r"local\[0\].* of fresh_state begin again"):
+        new = optax_ext.reshard(old, optax_ext.init_state(then, params, mesh()))
+    assert not any(x.any() for x in of_local(new, "nu"))
+    assert not any(x.any() for x in of_local(new, "count"))
 
 
 def test_a_rate_that_is_written_as_a_schedule_changes_no_step():

@@ -1,6 +1,7 @@
 """Sites that are late, away, asleep or different return, and lose nothing."""
 
 import functools
+import threading
 
 import numpy as np
 import pytest
@@ -261,3 +262,32 @@ def test_a_payload_that_a_failing_store_has_written_is_the_one_that_counts(monke
     got = sleepy.exchange(second, tokens=1, wait=True)
     waits = flat(second) - flat(PARAMS) - given
     np.testing.assert_allclose(flat(got) - flat(sleepy.params), waits, atol=1e-5)
+
+
+def test_a_payload_that_comes_after_its_round_was_removed_forks_no_run():
+    """The round has no list any more, and the rounds after it are there."""
+    store = memory()
+    late, other = (site(store, x, density=1.0, grace=0.0, snapshot_every=1) for x in "ab")
+    arrives, create = threading.Event(), late._member._run.store.create
+
+    def slow(name, data):
+        if "payload" in name:
+            arrives.wait()
+        return create(name, data)
+
+    late._member._run.store.create = slow
+    mine = late.exchange(moved(PARAMS, 5), tokens=1)
+    theirs = other.params
+    for step in range(2):
+        theirs = other.exchange(moved(theirs, step), tokens=1, wait=True)
+        stored(other)
+    assert min(other._member._run.store.sizes("round")).startswith("round/00000001/")
+    arrives.set()
+    mine = late.finish(mine)
+    assert flat(late.params).tobytes() == flat(other.params).tobytes()
+    assert late.last is None or not late.last.delivered
+    mine = late.exchange(mine, tokens=1, wait=True)
+    other.finish(other.exchange(theirs, tokens=1))
+    expected = flat(theirs) + flat(moved(PARAMS, 5)) - flat(PARAMS)
+    np.testing.assert_array_equal(flat(late.params), expected)
+    np.testing.assert_array_equal(flat(mine), expected)

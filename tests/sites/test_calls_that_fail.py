@@ -2,7 +2,7 @@
 
 The store may fail before it does something, or after it has done it, a write may take so long that
 others remove its round, and a wait may be interrupted. A call that fails is made again, as the docs
-say, with the same parameters or after more steps. A copy of all objects shows what was delivered,
+say, with the same parameters or after more steps. A copy of all objects has the delivered entries,
 also in rounds that are removed.
 """
 

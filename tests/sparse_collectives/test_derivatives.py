@@ -39,6 +39,22 @@ def test_no_sparse_allreduce_has_a_derivative(name):
         jax.eval_shape(jax.grad(weighted(name, jnp.ones(SIZE))), acc)
 
 
+@pytest.mark.parametrize("name", ["partitioned_topk", "shared_random", "full_sums topk_a"])
+def test_the_accumulator_alone_has_none_either(name):
+    allreduce = (table.ALLREDUCES | {name: table.full_sums("topk_a")})[name].allreduce
+
+    def reduced(acc):
+        coo, _, _ = SELECTOR.select(jax.lax.stop_gradient(acc), SELECTOR.init(SIZE))
+        total, *_ = allreduce.reduce(coo, allreduce.init(SIZE, WORKERS), axis="w", acc=acc)
+        return jnp.sum(total.values)
+
+    def value(acc):
+        return sc.simulate(reduced, axis="w", axis_size=WORKERS)(acc)[0]
+
+    with pytest.raises(TypeError, match="no derivative"):
+        jax.eval_shape(jax.grad(value), jax.ShapeDtypeStruct((WORKERS, SIZE), jnp.float32))
+
+
 @pytest.mark.parametrize("name", DENSE)
 def test_a_dense_total_is_differentiated_at_what_was_selected(name):
     acc, weights = np.random.default_rng(0).normal(size=(2, WORKERS, SIZE)).astype(np.float32)

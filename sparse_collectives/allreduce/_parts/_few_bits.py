@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import transport
+from sparse_collectives import _validation, transport
 from sparse_collectives._data import PaddedCOO, only_where
 from sparse_collectives._platform import written
 from sparse_collectives._sparse_ops import _bits, _bitset
@@ -73,7 +73,8 @@ def sum_at(
     slots, dtype = indices.shape[1], coo.values.dtype
     counts = jnp.sum(indices < coo.size, axis=1, dtype=jnp.int32)
     # A CPU would gather and decode again in each loop that reads a value.
-    held = written(_held, coo.to_dense() if acc is None else acc, indices)
+    held = _validation.without_derivative(coo.to_dense() if acc is None else acc)
+    held = written(_held, held, indices)
     within = _frame.within_range(held, indices.shape[0])
     total, given = _exchanged(within, counts, slots, axis, bits)
 

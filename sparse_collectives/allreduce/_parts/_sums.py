@@ -15,7 +15,7 @@ no other worker rounds anything on the way.
 import jax
 import jax.numpy as jnp
 
-from sparse_collectives import _hash, transport
+from sparse_collectives import _hash, _validation, transport
 from sparse_collectives._data import PaddedCOO
 from sparse_collectives._sparse_ops import _bits, _bitset
 from sparse_collectives._types import AxisName, Undelivered
@@ -56,7 +56,7 @@ def sum_at(
       keeps.
     """
     workers, size = transport.axis_size(axis), coo.size
-    held = coo.to_dense() if acc is None else acc
+    held = _validation.without_derivative(coo.to_dense() if acc is None else acc)
     # Unsigned, because jax tests for each signed index whether it counts from the end.
     mine = held.at[indices.astype(jnp.uint32)].get(mode="fill", fill_value=0)
     if gives is not None:
