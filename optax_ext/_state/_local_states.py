@@ -43,13 +43,14 @@ def taken_over(old: SparseAllreduceState, new: SparseAllreduceState) -> Any:
         else:
             moved = {}
         if not moved or any(x is None for x in moved.values()):
-            begun += [f"local{prefix}{name}" for name in fresh]
+            fields = dict.fromkeys(re.findall(r"^\W*(\w*)", name)[0] for name in fresh)
+            begun.append(f"local{prefix} ({', '.join(fields)})")
             moved = {}
         rows |= {prefix + name: moved.get(name, x) for name, x in fresh.items()}
     if begun:
         warnings.warn(
-            f"{', '.join(begun)} of fresh_state begin again: opt_state has nothing of their kind "
-            "and shape. Make fresh_state with the settings of opt_state to keep what it has.",
+            f"states of fresh_state begin again, as opt_state has none of their kind and shapes: "
+            f"{', '.join(begun)}. Make fresh_state with the settings of opt_state to keep them.",
             stacklevel=_trace_checks.level_of_caller(),
         )
     paths, tree = jax.tree_util.tree_flatten_with_path(new.local)

@@ -329,7 +329,7 @@ def test_what_does_not_fit_is_named():
         refused(message, optax_ext.reshard, old, new, error=error)
 
 
-@pytest.mark.filterwarnings("ignore:local.* of fresh_state begin again")
+@pytest.mark.filterwarnings("ignore:states of fresh_state begin again")
 def test_residuals_of_complete_optimizers_have_one_sign():
     """They are steps of the parameters in all of them, so that one may follow another."""
     params, gradients = {"w": jnp.ones(8)}, {"w": jnp.linspace(-1.0, 2.0, 8)}

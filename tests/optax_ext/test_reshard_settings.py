@@ -1,6 +1,7 @@
 """Reshard to other settings of an optimizer: what both have in common goes on."""
 
 import functools
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -60,12 +61,12 @@ def test_counts_and_second_moments_go_on(tx, then, counts, workers):
 @pytest.mark.parametrize(
     ("tx", "then", "begins"),
     [
-        (ADAMW(SCHEDULE), ADAMW(SCHEDULE, moments="factors"), r"local\[0\].count, local\[0\].nu\["),
-        (SGD(SCHEDULE), ADAMW(SCHEDULE), r"local\[0\].count, local\[0\].nu\["),
+        (ADAMW(SCHEDULE), ADAMW(SCHEDULE, moments="factors"), "(count, nu, columns)"),
+        (SGD(SCHEDULE), ADAMW(SCHEDULE), "(count, nu)"),
     ],
 )
 def test_second_moments_that_can_not_go_on_begin_again_with_their_count(tx, then, begins):
-    with pytest.warns(UserWarning, match=rf"^{begins}.* of fresh_state begin again"):
+    with pytest.warns(UserWarning, match=re.escape(f"kind and shapes: local[0] {begins}.")):
         _, _, new = moved(tx, then)
     adam, schedule = of_local(new, "count")
     assert (adam.tolist(), schedule.tolist()) == ([0] * 4, [STEPS] * 4)
@@ -91,7 +92,7 @@ def test_first_moments_never_become_second_moments(tx, then):
     steps = [batch_of()] * STEPS
     loss = lambda params, batch: loss_fn(params._asdict(), batch)  # noqa: E731
     params, old, _ = train(tx, loss, params, steps, mesh())[-1]
-    with pytest.warns(UserWarning, match=r"local\[0\].* of fresh_state begin again"):
+    with pytest.warns(UserWarning, match=r"begin again.* local\[0\] \("):
         new = optax_ext.reshard(old, optax_ext.init_state(then, params, mesh()))
     assert not any(x.any() for x in of_local(new, "nu"))
     assert not any(x.any() for x in of_local(new, "count"))
