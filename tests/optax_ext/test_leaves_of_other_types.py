@@ -157,7 +157,7 @@ def test_a_step_of_a_dense_optimizer_names_them_as_well(leaf):
 
 @pytest.mark.parametrize("make", [optax_ext.sparse_adamw, optax_ext.sparse_sgd])
 def test_parameters_without_entries_are_stepped(make):
-    tx, params = make(lambda count: 0.1, axis="data"), {"w": jnp.zeros((0, 3))}
+    tx, params = make(0.1, axis="data"), {"w": jnp.zeros((0, 3))}
     step = optax_ext.make_train_step(
         lambda p, x: jnp.sum(p["w"]) + jnp.mean(x), tx, mesh(2), donate=False
     )
