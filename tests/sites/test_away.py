@@ -272,7 +272,7 @@ def test_a_payload_that_comes_after_its_round_was_removed_forks_no_run():
 
     def slow(name, data):
         if "payload" in name:
-            arrives.wait()
+            arrives.wait(60)
         return create(name, data)
 
     late._member._run.store.create = slow

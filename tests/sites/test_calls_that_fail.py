@@ -31,7 +31,8 @@ class Failing:
 
     def create(self, name, data):
         if "payload" in name:
-            self.open.wait()
+            # A test that fails before it opens the store ends too.
+            self.open.wait(60)
         with self._sometimes():
             created = self.operations[0](name, data)
             if created:
