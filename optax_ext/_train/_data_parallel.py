@@ -14,8 +14,8 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_ext._error_feedback import _equations
-from optax_ext._state import _find, _host_checks, _nnx, _placement, _specs, _wrappers
-from optax_ext._train import _ahead, _arrays, _examples, _mapped, _places, _skipped
+from optax_ext._state import _batch_checks, _find, _host_checks, _nnx, _placement, _specs, _wrappers
+from optax_ext._train import _ahead, _arrays, _examples, _mapped, _places, _same_program, _skipped
 from sparse_collectives import AxisName, _axes, _jaxprs, _validation, transport
 
 _ARRAY, _WHOLE = object(), PartitionSpec()
@@ -137,13 +137,14 @@ def data_parallel(
         batch = [args[i] for i in at]
         kept = [_with_numbers(arg) for i, arg in enumerate(args) if i not in at]
         one = batch[0] if len(batch) == 1 else tuple(batch)
-        _host_checks.check_global(one, mesh, args, in_rounds=False)
-        _host_checks.check_batch(one, mesh, axis)
+        _batch_checks.check_global(one, mesh, args, in_rounds=False)
+        _batch_checks.check_batch(one, mesh, axis)
         split = jax.tree.map(lambda _: PartitionSpec(axis), batch)
         arrays, specs, given = _split((kept, batch), (_specs_of(kept), split))
         static = mesh, given, tuple(specs), at
         if static not in made:
             _host_checks.check_workers(args, mesh)
+            _same_program.check(mesh, args, arguments=arrays)
             _warn_of_constants(made, static)
         where = [NamedSharding(mesh, spec) for spec in specs]
         arrays = _places.Places(where, [], where[0], sharded=False).put(arrays)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_ext._state import _host_checks, _nnx, _wrappers
+from optax_ext._state import _batch_checks, _nnx, _wrappers
 from optax_ext._train import _ahead
 from sparse_collectives import _validation
 
@@ -141,7 +141,7 @@ def _signature_of(step: Callable[..., Any]) -> inspect.Signature | None:
 
 def _has_rows(arg: Any) -> bool:
     """Whether it has an array that is neither a scalar nor a key."""
-    return any(jnp.ndim(x) and not _host_checks.is_key(x) for x in _arrays_of(arg))
+    return any(jnp.ndim(x) and not _batch_checks.is_key(x) for x in _arrays_of(arg))
 
 
 def _leads(arg: Any) -> set[int]:

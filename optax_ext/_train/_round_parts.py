@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from optax_ext._error_feedback import _phases, _roles, _sparse_state
 from optax_ext._error_feedback._sparse_state import SparseAllreduceState
-from optax_ext._state import _host_checks, _index, _wrappers
+from optax_ext._state import _batch_checks, _host_checks, _index, _wrappers
 from optax_ext._train import _mapped
 from sparse_collectives import _varying
 
@@ -125,7 +125,7 @@ def _check(mesh: Mesh, opt_state: Any, batches: Any) -> None:
                 f"[{steps}, batch, ...], as tx has every={steps}."
             )
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batches)
-    _host_checks.check_batch(one, mesh, axis)
+    _batch_checks.check_batch(one, mesh, axis)
 
 
 def _arrived_specs(workers: _mapped.Workers) -> list[Any]:

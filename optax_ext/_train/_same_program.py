@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from optax_ext._state import _host_checks, _wrappers
 
 
-def check(mesh: Mesh, params: Any, opt_state: Any, batch: Any) -> None:
+def check(mesh: Mesh, states: Any, **arguments: Any) -> None:
     """Compares what determines the program, by name, over the processes of the mesh.
 
     Cost: one exchange of a few words. Nothing is compared in one process, or on a mesh of some of
@@ -25,15 +25,13 @@ def check(mesh: Mesh, params: Any, opt_state: Any, batch: Any) -> None:
     processes = {device.process_index for device in mesh.devices.flat}
     if len(processes) == 1 or len(processes) < jax.process_count():
         return
-    if _host_checks.is_traced((params, opt_state, batch)):
+    if _host_checks.is_traced((states, arguments)):
         return
-    settings = [state.settings for state in _wrappers.get_states(opt_state)]
+    settings = [state.settings for state in _wrappers.get_states(states)]
     described = {
         # A function has a hash in the text, which may differ between processes.
         "tx": re.sub(r"#[0-9a-f]{8}", "", repr(settings)),
-        "params": _shapes(params),
-        "opt_state": _shapes(opt_state),
-        "batch": _shapes(batch),
+        **{name: _shapes(tree) for name, tree in arguments.items()},
     }
     mine = np.array([zlib.crc32(text.encode()) for text in described.values()], np.uint32)
     all_of_them = np.asarray(multihost_utils.process_allgather(mine)).reshape(-1, len(mine))

@@ -12,7 +12,7 @@ import optax
 from jax.core import Tracer
 from jax.sharding import Mesh, PartitionSpec
 
-from optax_ext._state import _held, _host_checks, _index, _placement
+from optax_ext._state import _batch_checks, _held, _host_checks, _index, _placement
 from optax_ext._train import _arrays, _mapped, _other_state, _places, _same_program, _skipped
 
 
@@ -111,7 +111,7 @@ def make_train_step(
 
     def step(params, opt_state, batch, places):
         axis = _host_checks.axis_on(mesh, opt_state)
-        _host_checks.check_batch(batch, mesh, axis)
+        _batch_checks.check_batch(batch, mesh, axis)
         # With sharded parameters the compiler handles the other axes.
         sharded = places is not None and places.sharded
         if places is not None:
@@ -198,11 +198,11 @@ class TrainStep:
         if known and not known.explicit and known.mesh != _placement.of_program(self._given, batch):
             known = None
         if known is None:
-            _host_checks.check_examples(batch)
+            _batch_checks.check_examples(batch)
             _host_checks.check_not_donated(params=params, opt_state=opt_state, batch=batch)
             if self._donates:
                 _host_checks.check_not_traced((params, opt_state, batch), self._in_rounds)
-        _host_checks.check_global(batch, self._mesh, opt_state, self._in_rounds)
+        _batch_checks.check_global(batch, self._mesh, opt_state, self._in_rounds)
         if self._in_rounds and known is None:
             _host_checks.check_begins(opt_state)
         places = known
@@ -210,7 +210,8 @@ class TrainStep:
             params, opt_state, places = self._placed(params, opt_state, batch)
         if not self._compared:
             self._compared = True
-            _same_program.check(self._mesh, params, opt_state, batch)
+            compared = {"params": params, "opt_state": opt_state, "batch": batch}
+            _same_program.check(self._mesh, opt_state, **compared)
         batch = places.put_batch(batch)
         if known is None and self._donates:
             (params, opt_state), batch = _arrays.unshared((params, opt_state), batch)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from optax_ext._state import _host_checks
+from optax_ext._state import _batch_checks
 from sparse_collectives import _validation
 
 # The largest C int, which is how jax and XLA take numbers; and what fits in the memory of one
@@ -64,7 +64,7 @@ def check_batch(batch: Any, axis: str, before: Any, step: int) -> Any:
     if not jax.tree.leaves(batch):
         raise ValueError(f"batch_of must return arrays, and at step {step} it returned {batch!r}.")
     # As a batch of one worker: each worker gives its own part.
-    _host_checks.check_batch(batch, AbstractMesh((1,), (axis,)), axis)
+    _batch_checks.check_batch(batch, AbstractMesh((1,), (axis,)), axis)
     batch = jax.tree.map(lambda x: x if _validation.is_key(x) else np.asarray(x), batch)
     shapes = jax.tree.map(jax.typeof, batch)
     if before is not None and shapes != before:

@@ -164,6 +164,15 @@ def refuse(mesh: Mesh, folder: Path) -> dict[str, np.ndarray]:
     wrong = pytest.raises(ValueError, match="tx of process 1 differs from process 0")
     with wrong if jax.process_count() > 1 else contextlib.nullcontext():
         step(_task.first_params(), state, _task.batch_of(0, mesh))
+
+    @optax_ext.data_parallel
+    def own_step(params, state, batch):
+        gradients = jax.grad(_task.loss_fn)(optax_ext.ahead(params, state), batch)
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    with wrong if jax.process_count() > 1 else contextlib.nullcontext():
+        own_step(_task.first_params(), state, _task.batch_of(0, mesh))
     return {}
 
 

@@ -96,7 +96,8 @@ def counted(
     def decorate(exchange: Callable) -> Callable:
         @functools.wraps(exchange)
         def reduce(coo: PaddedCOO, state: StepState, *, axis: AxisName, **options: Any):
-            coo = check_selection(coo, options.get("acc"), float64=float64)
+            if not adds:
+                coo = check_selection(coo, options.get("acc"), float64=float64)
             following = StepState(state.count + 1)
             if transport.axis_size(axis) > 1:
                 total, undelivered, info = exchange(coo, state.count, axis=axis, **options)
