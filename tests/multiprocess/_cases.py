@@ -159,10 +159,10 @@ def refuse(mesh: Mesh, folder: Path) -> dict[str, np.ndarray]:
             call()
     # Each process has settings of its own.
     tx = optax_ext.sparse_adamw(0.1, axis="data", density=0.1 * (1 + jax.process_index()))
-    state = optax_ext.init_state(tx, _task.first_params(), mesh)
     step = optax_ext.make_train_step(_task.loss_fn, tx, mesh)
     wrong = pytest.raises(ValueError, match="tx of process 1 differs from process 0")
     with wrong if jax.process_count() > 1 else contextlib.nullcontext():
+        state = optax_ext.init_state(tx, _task.first_params(), mesh)
         step(_task.first_params(), state, _task.batch_of(0, mesh))
 
     @optax_ext.data_parallel
@@ -172,6 +172,7 @@ def refuse(mesh: Mesh, folder: Path) -> dict[str, np.ndarray]:
         return optax.apply_updates(params, updates), state
 
     with wrong if jax.process_count() > 1 else contextlib.nullcontext():
+        state = optax_ext.init_state(tx, _task.first_params(), mesh)
         own_step(_task.first_params(), state, _task.batch_of(0, mesh))
     return {}
 
