@@ -2,6 +2,7 @@
 
 import collections
 import concurrent.futures
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from optax_ext.sites import _parameter_change
-from optax_ext.sites._contents import MOST_TOKENS, Snapshot, digest_of
+from optax_ext.sites._contents import MOST_TOKENS, Share, Snapshot, digest_of
 from optax_ext.sites._objects import log
 from optax_ext.sites._parameter_change import Change
 from optax_ext.sites._run import Found, Run
@@ -47,8 +48,6 @@ class _Put(NamedTuple):
     tokens: int
     body: bytes
     base: str
-    # Whether the caller went on from the shared parameters, without these entries.
-    given_up: bool = False
 
 
 class _Owed(NamedTuple):
@@ -88,8 +87,10 @@ class Member:
         # Tokens of a call that has failed, which is made again with them.
         self._failed = 0
         self._owed: _Owed | None = None
-        # The payload that was not seen in a list yet.
+        # The payload that was not seen in a list yet, which may be moved to a later round, and
+        # whether the caller went on from the shared parameters, without its entries.
         self._put: _Put | None = None
+        self._given_up = False
         self._apply(self._patiently(run.look, self.number), np.zeros_like(params), 0.0)
         self._first = self.number
         self.shown = self.params.copy()
@@ -102,7 +103,7 @@ class Member:
     def finish(self, vector: np.ndarray) -> np.ndarray:
         """As :meth:`Site.finish`, of vectors."""
         self._check_open()
-        if self._pending is None and self._put is not None and self._put.number == self.number:
+        if self._pending is None and self._put is not None and self._put.number >= self.number:
             # An earlier call has failed while it waited for its round.
             self._begin(self._moved(vector))
         return self._caught_up(vector, self._applied)
@@ -123,7 +124,7 @@ class Member:
         if np.array_equal(given, self.shown):
             # The caller has given up its own changes, also those on their way.
             vector = self.params.copy()
-            self._put = self._put and self._put._replace(given_up=True)
+            self._given_up = self._put is not None
         elif self._owed is not None:
             with np.errstate(over="ignore", invalid="ignore"):
                 vector = self._owed.now + (given - self._owed.given)
@@ -180,22 +181,48 @@ class Member:
 
     def _begin(self, moved: np.ndarray) -> None:
         number, base = self.number, digest_of(self.params)
-        if self._put is None or self._put.number != number:
+        if self._put is None or self._put.number < number:
             body = self._run.messages.encode(moved, seed=number)
-            self._put = _Put(number, self._unsent, body, base)
-        put, others = self._put, frozenset(self.last.sites if self.last else ())
+            self._put, self._given_up = _Put(number, self._unsent, body, base), False
+        self._pending = self._pool.submit(self._round_trip, number, base, self._put)
 
-        def round_trip() -> Found:
-            found = self._patiently(self._run.look, number, base)
-            if found.snapshot is not None or found.rounds:
-                # The round is over, and these entries go with the next one.
-                return found
-            self._patiently(self._run.put, number, put.body, put.tokens, put.base)
-            began = time.monotonic()
-            self._patiently(self._run.wait, number, others, self._give_up, began)
-            return self._patiently(self._run.look, number, base)
+    def _round_trip(self, number: int, base: str, put: _Put) -> Found:
+        """Puts the payload into the round that is open, and waits until that is closed."""
+        found = self._patiently(self._run.look, number, base)
+        if self._is_delivered(put, found, number):
+            return found
+        number, params, delivered = found.snapshot or Snapshot(number, self.params, self._delivered)
+        others = frozenset(site for site, (_, at) in delivered.items() if at == number - 1)
+        if found.snapshot is not None or found.rounds:
+            # A site that is slower than the others finds at each call that its round is over.
+            params = params.copy()
+            for shares in found.rounds:
+                _add(params, shares)
+                others = frozenset(share.site for share in shares)
+            number, base = number + len(found.rounds), digest_of(params)
+        if put.number < number:
+            self._put = put = put._replace(number=number, base=base)
+        self._patiently(self._run.put, number, put.body, put.tokens, put.base)
+        began = time.monotonic()
+        self._patiently(self._run.wait, number, others, self._give_up, began)
+        after = self._patiently(self._run.look, number, base)
+        if after.snapshot is not None:
+            return after
+        return Found(found.snapshot, found.rounds + after.rounds)
 
-        self._pending = self._pool.submit(round_trip)
+    def _is_delivered(self, put: _Put, found: Found, at: int) -> bool:
+        """Whether rounds that this site has not applied yet, before round ``at``, have it."""
+        begin = at
+        if found.snapshot is not None:
+            begin = found.snapshot.number
+            if found.snapshot.delivered.get(self._name) == (self._run.life, put.number):
+                return True
+        new = found.rounds[max(0, at - begin) :]
+        return any(map(self._is_mine, itertools.chain(*new)))
+
+    def _is_mine(self, share: Share) -> bool:
+        """Whether it is from this life of the site."""
+        return share.site == self._name and share.life == self._run.life
 
     def _apply(self, found: Found, moved: np.ndarray, waited: float) -> None:
         """Adds rounds to the parameters, and takes the delivered entries from ``moved``.
@@ -212,16 +239,15 @@ class Member:
                 self._take_off(moved, self._run.messages.decode(put.body), put.tokens)
         received = self._run.messages.bytes * sum(map(len, found.rounds))
         for shares in found.rounds:
-            total = sum(share.tokens for share in shares)
+            _add(self.params, shares)
             names = tuple(share.site for share in shares)
             delivered = False
             for share in shares:
-                _parameter_change.add(self.params, share.change, share.tokens / total)
                 self._delivered[share.site] = share.life, self.number
                 # The name is not enough: changes by another life are not in ``moved``, and neither
                 # are changes of rounds that this site applies a second time.
                 if share.site == self._name and self.number >= at:
-                    delivered = share.life == self._run.life
+                    delivered = self._is_mine(share)
                     if delivered:
                         self._take_off(moved, share.change, share.tokens)
                     elif self._first is not None and self.number > self._first:
@@ -236,12 +262,12 @@ class Member:
 
     def _take_off(self, moved: np.ndarray, change: Change, tokens: int) -> None:
         """Takes off entries that were delivered."""
-        if self._put is None or not self._put.given_up:
+        if not self._given_up:
             moved[change.indices] -= change.values
         self._unsent = max(0, self._unsent - tokens)
         # The tokens of a failed call may have been among them.
         self._failed = min(self._failed, self._unsent)
-        self._put = None
+        self._put, self._given_up = None, False
 
     def _warn_of_another(self) -> None:
         """Says once that another site has this name."""
@@ -280,3 +306,10 @@ class Member:
                 log.warning("%s tries again: %s", self._name, error)
                 time.sleep(min(pause, left))
                 pause = min(2 * pause, _LONGEST)
+
+
+def _add(params: np.ndarray, shares: list[Share]) -> None:
+    """Adds the changes of a round, each weighted by its tokens."""
+    total = sum(share.tokens for share in shares)
+    for share in shares:
+        _parameter_change.add(params, share.change, share.tokens / total)

@@ -8,6 +8,7 @@ import numpy as np
 import obstore.store
 
 from optax_ext import sites
+from optax_ext.sites._objects import Name
 from sparse_collectives import wire
 
 SIZE = 60
@@ -51,10 +52,25 @@ def stored(of: sites.Site) -> None:
     of._member._snapshots.submit(int).result()
 
 
-def delivered(of: sites.Site, rounds: int) -> np.ndarray:
+def catch_up(of: sites.Site) -> None:
+    """Applies the rounds that others have closed, without taking part in one."""
+    member = of._member
+    member._apply(member._run.look(member.number), np.zeros(SIZE, np.float32), 0.0)
+    member.shown = member.params.copy()
+    of._state = of._known()
+
+
+def waiting(of: sites.Site) -> set[str]:
+    """The sites whose payloads are in the round that a site takes part in next."""
+    run = of._member._run
+    found = run._objects.names(Name("list", of.round).folder)
+    return {name.site for name in run._arrived(found)}
+
+
+def delivered(of: sites.Site, rounds: int, first: int = 0) -> np.ndarray:
     """The sum of a site's deliveries in the first rounds, read from the store."""
     total = np.zeros(SIZE, np.float64)
-    for number in range(rounds):
+    for number in range(first, rounds):
         for share in of._member._run.closed(number):
             if share.site == of.name:
                 total[share.change.indices] += share.change.values

@@ -2,30 +2,66 @@
 
 import functools
 import threading
+import time
 
 import numpy as np
 import pytest
 
 from optax_ext import sites
 from optax_ext.sites._contents import digest_of
-from tests.sites.helpers import PARAMS, SIZE, delivered, flat, memory, moved, site, stored, together
+from tests.sites.helpers import (
+    PARAMS,
+    SIZE,
+    catch_up,
+    delivered,
+    flat,
+    memory,
+    moved,
+    site,
+    stored,
+    together,
+    waiting,
+)
 
 
-def test_what_comes_too_late_goes_with_the_next_round():
+def test_what_comes_too_late_goes_with_the_round_that_is_open():
     store = memory()
     fast, slow = site(store, "fast", grace=0.0), site(store, "slow", grace=0.0)
     at_slow = moved(slow.params, 0, 1)
     fast.exchange(moved(fast.params, 0), tokens=1, wait=True)
     got = slow.exchange(at_slow, tokens=5, wait=True)
-    assert slow.last.number == 0
-    assert not slow.last.delivered
-    shared = flat(fast.params)
-    assert flat(slow.params).tobytes() == shared.tobytes()
-    np.testing.assert_array_equal(flat(got) - shared, flat(at_slow) - flat(PARAMS))
-    slow.exchange(got, tokens=2, wait=True)
-    assert slow.last.delivered
-    # The tokens of the round that it missed also count.
-    assert slow._member._run.closed(1)[0].tokens == 7
+    assert (slow.last.number, slow.last.sites, slow.last.delivered) == (1, ("slow",), True)
+    given = delivered(slow, 2)
+    assert np.abs(given).sum() > 0
+    np.testing.assert_array_equal(flat(slow.params), flat(fast.params) + given)
+    waits = flat(at_slow) - flat(PARAMS) - given
+    np.testing.assert_array_equal(flat(got) - flat(slow.params), waits)
+
+
+@pytest.mark.parametrize("snapshot_every", [1000, 1])
+@pytest.mark.parametrize("wait", [False, True])
+@pytest.mark.parametrize("turns", [2, 5])
+def test_a_site_that_is_slower_is_delivered_at_every_call(turns, wait, snapshot_every):
+    store, options = memory(), {"density": 1.0, "snapshot_every": snapshot_every}
+    fast = site(store, "fast", grace=0.0, **options)
+    # If it does not wait for its round, the fast one closes that.
+    slow = site(store, "slow", grace=0.0 if wait else 30.0, **options)
+    params, at_slow, run = fast.params, slow.params, fast._member._run
+    for call in range(4):
+        for step in range(turns):
+            params = fast.exchange(moved(params, turns * call + step), tokens=1, wait=True)
+            stored(fast)
+        at_slow = slow.exchange(moved(at_slow, call, 1), tokens=1, wait=wait)
+        if not wait:
+            while "slow" not in waiting(fast):
+                assert not slow._member._pending.done()
+                time.sleep(0.001)
+            params = fast.exchange(params, tokens=1, wait=True)
+            assert fast.last.sites == ("fast", "slow")
+            stored(fast)
+        at_slow = slow.finish(at_slow)
+        assert slow.last.delivered
+        np.testing.assert_array_equal(flat(at_slow), flat(slow.params))
 
 
 def test_one_that_comes_later_has_the_parameters_of_all():
@@ -48,13 +84,16 @@ def test_one_whose_rounds_are_removed_keeps_what_it_has_moved():
     for step in range(9):
         params = fast.exchange(moved(params, step), tokens=1, wait=True)
         stored(fast)
+    before = flat(fast.params)
     assert min(fast._member._run.store.sizes("round")).startswith("round/00000006/")
     names = sorted(fast._member._run.store.sizes("snapshot"))
     assert names == ["snapshot/00000006", "snapshot/00000008"]
     got = sleepy.exchange(at_sleepy, tokens=1, wait=True)
-    shared = flat(sleepy.params)
-    assert shared.tobytes() == flat(fast.params).tobytes()
-    np.testing.assert_allclose(flat(got) - shared, flat(at_sleepy) - flat(PARAMS), atol=1e-5)
+    assert sleepy.last.delivered
+    given = delivered(sleepy, 10, 9)
+    np.testing.assert_allclose(flat(sleepy.params), before + given, atol=1e-5)
+    waits = flat(at_sleepy) - flat(PARAMS) - given
+    np.testing.assert_allclose(flat(got) - flat(sleepy.params), waits, atol=1e-5)
 
 
 def test_one_that_was_delivered_while_it_was_away_does_not_deliver_it_again():
@@ -149,7 +188,8 @@ def test_a_site_that_returns_while_the_store_fails_changes_nothing(monkeypatch, 
     monkeypatch.setattr("optax_ext.sites._member._AGAIN", 0.001)
     for fails_at in range(40):
         store = memory()
-        one, back = site(store, snapshot_every=2, grace=0.0), site(store, "b", give_up=0.0)
+        one = site(store, snapshot_every=2, grace=0.0)
+        back = site(store, "b", grace=0.0, give_up=0.0)
         params, mine = one.params, back.params
         for step in range(away):
             params = one.exchange(moved(params, step), tokens=5, wait=True)
@@ -220,15 +260,12 @@ def test_a_site_that_slept_through_the_removal_of_its_round_loses_nothing(monkey
             monkeypatch.setattr(of, what, stopped(getattr(of, what)))
         got = sleepy.exchange(at_sleepy, tokens=1, wait=True)
         monkeypatch.undo()
-        params = fast.params
-        while sleepy.round != fast.round:
-            if sleepy.round < fast.round:
-                got = sleepy.exchange(got, tokens=1, wait=True)
-            else:
-                params = fast.exchange(params, tokens=1, wait=True)
-        assert flat(sleepy.params).tobytes() == flat(fast.params).tobytes()
         # What it has moved was delivered in rounds that all have applied, or waits.
         waits = flat(got) - flat(sleepy.params)
+        for each in (fast, sleepy):
+            catch_up(each)
+        assert sleepy.round == fast.round
+        assert flat(sleepy.params).tobytes() == flat(fast.params).tobytes()
         np.testing.assert_allclose(given + waits, flat(at_sleepy) - flat(PARAMS), atol=1e-4)
         if len(calls) <= stops_at:
             break

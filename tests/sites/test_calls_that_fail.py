@@ -36,7 +36,8 @@ class Failing:
         with self._sometimes():
             created = self.operations[0](name, data)
             if created:
-                self._copy[name] = data
+                # A payload that comes after its round was removed may close that a second time.
+                self._copy.setdefault(name, data)
         return created
 
     def get(self, *given):
@@ -65,8 +66,8 @@ class Interrupted:
     def __init__(self, around, player):
         self._around, self._player = around, player
 
-    def submit(self, function):
-        return Interrupted(self._around.submit(function), self._player)
+    def submit(self, function, *given):
+        return Interrupted(self._around.submit(function, *given), self._player)
 
     def result(self):
         if self._player.rng.random() < self._player.store.fails / 2:
