@@ -92,7 +92,9 @@ def axis_of(opt_state: Any) -> Hashable:
 
 
 def accumulators(inner: Any, params: Any) -> Any:
-    """Zeros for the gradients that each worker accumulates around ``inner``, ``f32[P, ...]``.
+    """Zeros for the gradients that each worker accumulates around ``inner``, ``[P, ...]``.
+
+    They are in float32 if the parameter is narrower, and otherwise in its dtype.
 
     Raises:
       ValueError: a dense reduction whose axis is not bound.
@@ -105,5 +107,11 @@ def accumulators(inner: Any, params: Any) -> Any:
             "function, or use optax_ext.init_state(tx, params, mesh)."
         )
     lead = sparse[0].workers if sparse else 1
-    acc = jax.tree.map(lambda x: jnp.zeros((lead, *jnp.shape(x)), jnp.float32), params)
+
+    def zeros(x: Any) -> jax.Array:
+        dtype = jnp.result_type(x)
+        wide = dtype if dtype.itemsize > 4 else jnp.float32
+        return jnp.zeros((lead, *jnp.shape(x)), wide)
+
+    acc = jax.tree.map(zeros, params)
     return _varying.to_varying(acc, axis) if bound else acc

@@ -29,7 +29,7 @@ def separated(result: Any, has_aux: bool) -> tuple[Any, jax.Array]:
 
 
 def shared(made: Any, weight: jax.Array, axis: AxisName) -> Any:
-    """Each float times ``weight P / sum of the weights``: the means are over the whole batch.
+    """Each float or complex number times ``weight P / sum of the weights``: the means are over the whole batch.
 
     A worker of weight 0 has zeros, even where its mean is 0/0. If no worker has a weight, or one is
     negative or not finite, all are NaN, and the step is skipped.
@@ -38,7 +38,7 @@ def shared(made: Any, weight: jax.Array, axis: AxisName) -> Any:
     share = weight * transport.axis_size(axis) / total
 
     def scaled(x: Any) -> Any:
-        if not jnp.issubdtype(x.dtype, jnp.floating):
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
             return x
         return jnp.where(share == 0, 0.0, x * share).astype(x.dtype)
 

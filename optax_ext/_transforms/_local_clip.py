@@ -69,9 +69,9 @@ def local_clip_by_global_norm(
         leaves = [leaf for leaf in jax.tree.leaves(updates) if leaf.size]
         if not leaves:
             return updates, state
-        finite = [jnp.where(jnp.isfinite(x), x, 0).astype(jnp.float32) for x in leaves]
+        finite = [jnp.abs(jnp.where(jnp.isfinite(x), x, 0)).astype(jnp.float32) for x in leaves]
         # In units of the largest entry: otherwise the squares may overflow or underflow.
-        largest = jnp.max(jnp.stack([jnp.max(jnp.abs(x)) for x in finite]))
+        largest = jnp.max(jnp.stack([jnp.max(x) for x in finite]))
         unit = jnp.where(largest > 0, largest, 1.0)
         norm = jnp.sqrt(sum(jnp.sum((x / unit) ** 2) for x in finite))
         factor = jnp.minimum(1.0, bound / unit / jnp.maximum(norm, 1.0))

@@ -46,6 +46,45 @@ def test_complex_leaves_train_as_their_real_and_imaginary_parts(every):
     assert (parts > 0.03).all()
 
 
+@pytest.mark.parametrize("around", [lambda tx: optax_ext.multi_steps(tx, 2), optax_ext.delayed])
+def test_complex_leaves_are_accumulated_whole(around):
+    chain = optax.chain(optax_ext.dense(axis="data"), optax.adam(1e-2))
+    split, ends = optax.contrib.split_real_and_imaginary, []
+    for tx in (around(split(chain)), split(around(chain))):
+        params, state = PARAMS, optax_ext.init_state(tx, PARAMS, mesh(2))
+        step = optax_ext.make_train_step(loss_fn, tx, mesh(2))
+        for i in range(4):
+            params, state, _ = step(params, state, normal((8, 6), i))
+        ends.append(params)
+    assert bits(ends[0]) == bits(ends[1])
+    assert (np.imag(ends[0]["c"]) > 0).all()
+
+
+def test_weights_and_a_norm_of_complex_leaves():
+    def weighted(params, batch):
+        x, mask = batch
+        error = jnp.sum(jnp.abs(x @ params["c"] - 1j) ** 2, axis=-1)
+        return jnp.sum(error * mask) / jnp.sum(mask), jnp.sum(mask)
+
+    split = optax.contrib.split_real_and_imaginary
+    exchange = split(optax.chain(optax_ext.dense(axis="data"), optax.sgd(1.0)))
+    params = {"c": np.full((6, 2), 1 + 1j, np.complex64)}
+    x, mask = normal((4, 6)), np.array([1, 1, 1, 0], np.float32)
+    gradients = jax.grad(lambda p: weighted(p, (x, mask))[0])(params)
+    gradients = jax.tree.map(jnp.conj, gradients)
+    clipped, _ = optax.clip_by_global_norm(0.1).update(gradients, optax.EmptyState())
+    local_clip = optax_ext.local_clip_by_global_norm(0.1, axis="data")
+    for workers, before, expected in (
+        (2, optax.identity(), gradients),
+        (1, local_clip, clipped),
+    ):
+        tx = optax.chain(before, exchange)
+        state = optax_ext.init_state(tx, params, mesh(workers))
+        step = optax_ext.make_train_step(weighted, tx, mesh(workers), weighted=True, donate=False)
+        got, _, _ = step(params, state, (x, mask))
+        np.testing.assert_allclose(got["c"], params["c"] - expected["c"], rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("leaf", "message"),
     [
