@@ -5,6 +5,7 @@ Under ``shard_map(check_vma=True)`` a type says over which axes a value varies. 
 equations that made a value say whether it does.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -52,15 +53,17 @@ def state_of(opt_state: Any, specs: Any, axis: AxisName) -> Any:
     """
     if not _varying.checks_varying(axis):
         return opt_state  # The types do not record it.
-    names, is_common = set(_axes.axis_names(axis)), common_among(axis)
+    # The rows of a node's shards differ along the axis inside of it, and not along the nodes.
+    names, common_along = set(_axes.axis_names(axis)), functools.cache(common_among)
     leaves, structure = jax.tree_util.tree_flatten_with_path(opt_state)
 
     def common(path: Any, leaf: Any, spec: Any) -> Any:
         split = set(_axes.axis_names(spec[0])) if len(spec) else set()
-        if not (names & _varying.varying_axes(leaf)) - split:
+        along = tuple(sorted((names & _varying.varying_axes(leaf)) - split, key=str))
+        if not along:
             return leaf
-        if not split and is_common(leaf):
-            return _varying.to_invarying(leaf, axis)
+        if common_along(along)(leaf):
+            return _varying.to_invarying(leaf, along)
         raise ValueError(
             f"opt_state{jax.tree_util.keystr(path)} differs between the workers of axis "
             f"{axis!r}: a transformation makes its state from gradients that are not reduced "

@@ -9,11 +9,25 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import optax_ext
-from tests.optax_ext.helpers import bits, mesh, normal, refused, same, slow, slow_but
+import sparse_collectives as sc
+from tests.optax_ext.helpers import (
+    NODES,
+    bits,
+    mesh,
+    normal,
+    over_nodes,
+    refused,
+    same,
+    slow,
+    slow_but,
+)
 
 STEPS, WORKERS = 4, 4
+MESH = mesh(WORKERS)
 PREFIX = {"base": "freeze", "lora": "train"}
 OF_LEAVES = {"base": {"a": "freeze", "c": "freeze"}, "lora": {"b": "train"}}
 
@@ -37,8 +51,7 @@ def adamw(**options):
     return optax_ext.sparse_adamw(1e-2, axis="data", density=0.25, **options)
 
 
-def trained(tx, params, loss=loss_fn, steps=STEPS, on=WORKERS):
-    on = mesh(on)
+def trained(tx, params, loss=loss_fn, steps=STEPS, on=MESH):
     state = optax_ext.init_state(tx, params, on)
     step = optax_ext.make_train_step(loss, tx, on, donate=False)
     for i in range(steps):
@@ -130,6 +143,33 @@ def test_frozen_leaves_next_to_a_branch_that_exchanges(around):
     params, _ = trained(tx, start())
     same(params["base"], start()["base"])
     assert np.any(params["lora"]["b"])
+
+
+@pytest.mark.parametrize("split", ["parameters", slow("nodes")])
+def test_frozen_leaves_beside_two_exchanges_of_shards(split):
+    """Whether the zeros are finite decides about the step of all groups."""
+    on = mesh((2, 2), NODES)
+    if split == "nodes":
+        sparse, spec, axis = over_nodes(sc.allreduce.ok_topk(density=0.25)), P(), NODES
+    else:
+        sparse, spec, axis = optax_ext.ok_topk(0.25, axis="node"), P("device"), "node"
+    dense = optax.chain(optax_ext.dense(axis=axis), optax.sgd(0.1))
+    groups = {"sparse": optax.chain(sparse, optax.adam(0.1)), "dense": dense}
+    params, rest = start(), start()
+    for tree in (params, rest):
+        tree["lora"]["b"] = jax.device_put(tree["lora"]["b"], NamedSharding(on, spec))
+    frozen = rest["base"].pop("a")
+    labels = {"base": {"a": "freeze", "c": "dense"}, "lora": "sparse"}
+    tx = optax.multi_transform(groups | {"freeze": optax.set_to_zero()}, labels)
+    params, _ = trained(tx, params, on=on)
+
+    def loss(rest, x):
+        return loss_of(rest["base"] | {"a": frozen}, rest["lora"], x)
+
+    tx = optax.multi_transform(groups, {"base": {"c": "dense"}, "lora": "sparse"})
+    rest, _ = trained(tx, rest, loss, on=on)
+    assert bits(params["base"].pop("a")) == bits(frozen)
+    assert bits(params) == bits(rest) != bits(start())
 
 
 def test_a_group_that_nothing_reduces_is_named():
