@@ -127,8 +127,9 @@ def joined(parts: np.ndarray, layout: _layout.TreeLayout, *, dense: bool = False
     if not layout.sharding.axes:
         return parts[:, 0]
     places = list(starts(layout, dense=dense))
+    none = np.zeros(0, parts.dtype)  # There may be no such leaves.
     whole = [
-        [whole_leaves(row, layout, leaf, start).reshape(-1) for leaf, start in places]
+        [none, *(whole_leaves(row, layout, leaf, start).reshape(-1) for leaf, start in places)]
         for row in parts
     ]
     return np.stack([np.concatenate(row) for row in whole])
@@ -139,9 +140,9 @@ def parted(rows: np.ndarray, layout: _layout.TreeLayout, *, dense: bool = False)
     if not layout.sharding.axes:
         return rows[:, None]
     places = list(starts(layout, dense=dense))
-    made = []
+    made, none = [], np.zeros((layout.sharding.devices, 0), rows.dtype)
     for row in rows:
-        parts, offset = [], 0
+        parts, offset = [none], 0
         for leaf, _ in places:
             size = math.prod(layout.shapes[leaf])
             whole = row[offset : offset + size].reshape(layout.shapes[leaf])

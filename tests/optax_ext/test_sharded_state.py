@@ -24,6 +24,9 @@ OPTIMIZERS = {
     "ok_topk, adam": optax.chain(optax_ext.ok_topk(0.1, axis="data"), ADAM),
     "sparse_adamw": optax_ext.sparse_adamw(0.1, density=0.1, axis="data"),
     "momentum, dense leaves": topk_a(correction=CORRECTION, dense_leaves=LABELS),
+    "all leaves dense": topk_a(
+        correction=CORRECTION, dense_leaves=dict.fromkeys(shards.SHAPES, "dense")
+    ),
     "multi_steps": optax_ext.multi_steps(optax.chain(topk_a(), ADAM), 3),
     "local adam": topk_a(local=ADAM),
 }
@@ -72,7 +75,7 @@ def test_on_another_mesh_nothing_of_the_residuals_is_lost(name, sizes):
     assert int(optax_ext.get_state(new).count) >= int(optax_ext.get_state(old).count)
 
 
-@pytest.mark.parametrize("name", ["momentum, dense leaves", slow("local adam")])
+@pytest.mark.parametrize("name", ["momentum, dense leaves", "all leaves dense", slow("local adam")])
 def test_there_and_back_it_is_the_same(name):
     tx = OPTIMIZERS[name]
     old = after_steps(tx)
