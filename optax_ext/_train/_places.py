@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ def of(params: Any, opt_state: Any, mesh: Mesh, batch_spec: PartitionSpec | None
     dealt = index.is_parted
     # Along an axis of one device, sharded and whole parameters are the same.
     split = {name for name, size in mesh.shape.items() if size > 1}
-    given = _placement.given_of(params, mesh)
+    given = _placement.given_of(_with_places(params, index, mesh), mesh)
     if given is not None:
         found = {path: _specs.restricted(spec, split) for path, spec in given.specs.items()}
         given = given._replace(specs=found) if any(map(len, found.values())) else None
@@ -175,22 +175,39 @@ class Places:
 
 def _check(given: Any, index: _index.Index, split: Collection[Any]) -> None:
     """Checks that parameters are sharded as the state was made for, over the axes ``split``."""
+    for name, then in _recorded(index):
+        now = PartitionSpec() if given is None else given.specs.get(name, then)
+        if _specs.restricted(then, split) != _specs.restricted(now, split):
+            raise ValueError(
+                f"params{name} is sharded as {now}, and was sharded as {then} when the state "
+                "was made. Put it back with jax.device_put, or make another state with "
+                "optax_ext.init_state(tx, params, mesh); optax_ext.reshard(opt_state, that) "
+                "keeps what the residuals hold."
+            )
+
+
+def _recorded(index: _index.Index) -> Iterator[tuple[str, PartitionSpec]]:
+    """The paths of the parameters of sparse exchanges, each with its spec in the state."""
     for _, layout in index.sparse:
-        sharding = layout.sharding
-        leaves = jax.tree_util.tree_leaves_with_path(
-            jax.tree.unflatten(layout.treedef, range(len(layout.shapes)))
-        )
-        for path, leaf in leaves:
-            name = jax.tree_util.keystr(path)
-            then = sharding.spec(leaf)
-            now = PartitionSpec() if given is None else given.specs.get(name, then)
-            if _specs.restricted(then, split) != _specs.restricted(now, split):
-                raise ValueError(
-                    f"params{name} is sharded as {now}, and was sharded as {then} when the state "
-                    "was made. Put it back with jax.device_put, or make another state with "
-                    "optax_ext.init_state(tx, params, mesh); optax_ext.reshard(opt_state, that) "
-                    "keeps what the residuals hold."
-                )
+        numbers = jax.tree.unflatten(layout.treedef, range(len(layout.shapes)))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(numbers):
+            yield jax.tree_util.keystr(path), layout.sharding.spec(leaf)
+
+
+def _with_places(params: Any, index: _index.Index, mesh: Mesh) -> Any:
+    """The parameters; in a traced program their shapes, with the shardings that are known."""
+    recorded = dict(_recorded(index))
+
+    def known(path: Any, leaf: Any) -> Any:
+        if not isinstance(leaf, Tracer):
+            return leaf
+        typed = jax.typeof(leaf).sharding
+        spec = recorded.get(jax.tree_util.keystr(path), PartitionSpec())
+        if AxisType.Explicit in typed.mesh.axis_types:
+            spec = typed.spec
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree_util.tree_map_with_path(known, params)
 
 
 def _is_at(x: Any, place: NamedSharding) -> bool:

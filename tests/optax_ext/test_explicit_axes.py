@@ -148,6 +148,30 @@ def test_a_scan_around_a_step_trains_as_the_loop(on, around):
     check_close(found, expected("sparse_adamw")[:2])
 
 
+def sharded_params(on):
+    place = {"w": P(None, "model"), "b": P("model")}
+    return jax.device_put(PARAMS, {name: NamedSharding(on, spec) for name, spec in place.items()})
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, slow(AxisType.Explicit)])
+def test_a_scan_around_a_step_keeps_parameters_sharded(kind):
+    """On Auto axes a traced parameter has no placement, and its layout in the state has one."""
+    tx, on = TX["sparse_adamw"](), mesh((2, 2), ("data", "model"), kind)
+    batches = jax.tree.map(lambda *x: np.stack(x), *(batch_of(seed=i) for i in range(STEPS)))
+    start = params, state = sharded_params(on), optax_ext.init_state(tx, sharded_params(on), on)
+    step = optax_ext.make_train_step(loss_fn, tx, on, donate=False)
+    for i in range(STEPS):
+        params, state, _ = step(params, state, batch_of(seed=i))
+
+    def one(carry, batch):
+        return step(*carry, batch)[:2], None
+
+    found, _ = jax.jit(lambda carry, xs: jax.lax.scan(one, carry, xs))(start, batches)
+    check_close(found, (params, state))
+    for got, wanted in zip(*map(jax.tree.leaves, (found, (params, state))), strict=True):
+        assert got.sharding.is_equivalent_to(wanted.sharding, got.ndim)
+
+
 @pytest.mark.slow
 def test_a_round_on_explicit_axes():
     tx, ends = TX["every"](), []
@@ -171,11 +195,7 @@ def test_data_parallel_and_sharded_parameters(sharded):
     for kind in (AxisType.Auto, AxisType.Explicit):
         on = mesh(sizes, names, kind)
         with jax.set_mesh(on):
-            params = jax.tree.map(jnp.array, PARAMS)
-            if sharded:
-                place = {"w": P(None, "model"), "b": P("model")}
-                place = {name: NamedSharding(on, spec) for name, spec in place.items()}
-                params = jax.device_put(PARAMS, place)
+            params = sharded_params(on) if sharded else jax.tree.map(jnp.array, PARAMS)
             state = optax_ext.init_state(tx, params, on)
 
             @optax_ext.data_parallel
