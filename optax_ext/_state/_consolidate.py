@@ -51,9 +51,8 @@ def consolidate(params: Any, opt_state: Any) -> tuple[Any, Any]:
     check("consolidate(params, opt_state)", params, opt_state)
     _check_nothing_moved(params, opt_state)
     gradient = residual_tree(opt_state, params, lambda node: _shards.leaves_of(node, mean(node)))
-    return gradient, _nnx.like(
-        given, emptied(opt_state, lambda node: jnp.zeros_like(node.residual))
-    )
+    rest = emptied(opt_state, lambda node: jnp.zeros_like(node.residual))
+    return _placement.as_params(gradient, params), _nnx.like(given, rest)
 
 
 def check(call: str, params: Any, opt_state: Any) -> None:

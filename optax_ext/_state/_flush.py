@@ -100,7 +100,8 @@ def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
             for i, error in zip(spread([known.treedef.unflatten(here)], params), errors):
                 if i is not None and error is not None:
                     emptied[i] += error[None]
-    return treedef.unflatten(moved), _nnx.like(given, structure.unflatten(emptied))
+    moved = _placement.as_params(treedef.unflatten(moved), params)
+    return moved, _nnx.like(given, structure.unflatten(emptied))
 
 
 def _moved(parameter: Any, step: jax.Array) -> jax.Array:

@@ -92,6 +92,20 @@ def readable(params: Any, mesh: Any) -> Any:
     return typed(jax.tree.map(one, params), with_auto_axes)
 
 
+def as_params(tree: Any, params: Any) -> Any:
+    """Arrays for parameters, moved to where each of these is on its mesh."""
+
+    def one(x: Any, parameter: Any) -> Any:
+        if isinstance(x, Tracer) or isinstance(parameter, Tracer):
+            return x
+        place = getattr(parameter, "sharding", None)
+        on_mesh = isinstance(place, NamedSharding) and isinstance(place.mesh, Mesh)
+        here = on_mesh and place.device_set == x.sharding.device_set
+        return jax.device_put(x, place) if here else x
+
+    return jax.tree.map(one, tree, params)
+
+
 def on_auto_axes(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function`` of arrays, which computes on Auto axes also under a ``jax.set_mesh`` of others.
 

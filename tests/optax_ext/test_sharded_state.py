@@ -159,6 +159,11 @@ def test_what_waits_is_flushed_into_sharded_parameters():
     np.testing.assert_allclose(flat(new), flat(params) + waiting(state) / 4, atol=1e-6)
     np.testing.assert_allclose(waiting(rest), waiting(state) / 2, atol=1e-6)
     assert rest.residual.sharding == state.residual.sharding
+    # Otherwise the next step would refuse them.
+    for tree in (new, optax_ext.consolidate(params, state)[0]):
+        assert jax.tree.map(lambda x: x.sharding, tree) == jax.tree.map(
+            lambda x: x.sharding, params
+        )
 
 
 def test_what_sharded_parameters_of_16_bits_do_not_take_stays():
