@@ -99,8 +99,9 @@ def as_params(tree: Any, params: Any) -> Any:
         if isinstance(x, Tracer) or isinstance(parameter, Tracer):
             return x
         place = getattr(parameter, "sharding", None)
-        on_mesh = isinstance(place, NamedSharding) and isinstance(place.mesh, Mesh)
-        here = on_mesh and place.device_set == x.sharding.device_set
+        if not isinstance(place, NamedSharding) or not isinstance(place.mesh, Mesh):
+            return x
+        here = place.device_set == x.sharding.device_set
         return jax.device_put(x, place) if here else x
 
     return jax.tree.map(one, tree, params)
