@@ -65,7 +65,7 @@ class Site:
     Raises:
       TypeError: parameters that are not float32.
       TypeError: a store or codec of another type.
-      ValueError: an invalid name, number or density.
+      ValueError: an invalid name, number or density, or a store that sites can't share.
       ValueError: parameters that are not finite.
       ValueError: a run of another model, density, codec or key.
       StoreError: a store that can't be opened.

@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import os
 import stat
+import urllib.parse
 from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -44,6 +45,11 @@ class Store:
             raise TypeError(f"store must be {_WHERE}, got {self.name!r} ({type(url).__name__}).")
         else:
             self._store = self._opened(self._url)
+            if isinstance(self._store, obstore.store.MemoryStore):
+                raise ValueError(
+                    f"store must be {_WHERE}, got {self.name}: each site would have a store of "
+                    "its own. Give all sites of a process one obstore.store.MemoryStore()."
+                )
         if isinstance(self._store, obstore.store.HTTPStore):
             raise ValueError(
                 f"store must be {_WHERE}, got {self.name}: of several sites that write an object "
@@ -57,9 +63,9 @@ class Store:
     def _opened(self, url: str) -> Any:
         store = self._obstore.store
         try:
-            if "://" in url:
+            folder = _folder_of(url)
+            if folder is None:
                 return store.from_url(url)
-            folder = Path(url).expanduser().absolute()
             folder.mkdir(parents=True, exist_ok=True)
             return store.LocalStore(folder)
         except (self._obstore.exceptions.BaseError, OSError, ValueError) as error:
@@ -134,6 +140,17 @@ class Store:
         """The first line of an error, without credentials."""
         line = next(iter(str(error).strip().splitlines()), type(error).__name__)
         return scrubbed(line, self._url)
+
+
+def _folder_of(url: str) -> Path | None:
+    """The folder that a path names, or a ``file`` URL of this machine; None for another URL."""
+    if "://" not in url:
+        return Path(url).expanduser().absolute()
+    if not url.lower().startswith("file://"):
+        return None
+    parts = urllib.parse.urlsplit(url)
+    path = os.fsdecode(urllib.parse.unquote_to_bytes(parts.path))
+    return Path("/", path) if parts.netloc.lower() in ("", "localhost") else None
 
 
 def _files(root: Path, folder: str) -> dict[str, int]:

@@ -62,6 +62,21 @@ def test_a_store_that_is_not_there(tmp_path):
         Store("nothing://x")
 
 
+@pytest.mark.parametrize("begin", ["file://", "FILE://", "file://localhost"])
+def test_a_url_of_a_folder_is_that_folder_and_makes_it(tmp_path, begin):
+    folder = tmp_path / "new" / "a run 50%20#?é"
+    assert Store(folder.as_uri().replace("file://", begin)).create("a/b", b"three")
+    assert Store(folder).get("a/b", 5) == b"three"
+    with pytest.raises(StoreError, match="can't open the store at file://elsewhere/run"):
+        Store("file://elsewhere/run")
+
+
+@pytest.mark.parametrize("url", ["memory://", "MEMORY:///run"])
+def test_a_url_that_is_another_store_for_each_site(url):
+    with pytest.raises(ValueError, match=rf"got {url}: .* one obstore.store.MemoryStore\(\)"):
+        Store(url)
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_that_may_not_be_written(tmp_path):
     tmp_path.chmod(0o500)
