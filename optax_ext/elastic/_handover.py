@@ -58,8 +58,9 @@ def admit(axis: AxisName, params: Any, opt_state: Any, holds: jax.Array) -> tupl
     """Parameters and state for workers that have none yet, inside the mapped function.
 
     They get shared values from the first worker that holds them, to the bit, and the mean of the
-    statistics of the others, such as second moments. Summed values of a newcomer, such as its
-    residual, start at zero or come from its checkpoint.
+    statistics of the others, such as second moments. They also get the first one's selector, of
+    which :func:`carried` has kept only the steps that it counts. Summed values of a newcomer, such
+    as its residual, start at zero or come from its checkpoint.
 
     Args:
       axis: the axis of the workers.
@@ -76,16 +77,21 @@ def admit(axis: AxisName, params: Any, opt_state: Any, holds: jax.Array) -> tupl
             lax.psum(jnp.where(first, _words(x), jnp.zeros_like(_words(x))), axis), x
         )
 
+    def kept(x: jax.Array) -> jax.Array:
+        return jnp.where(mine, x, shared(x))
+
     def learned(x: jax.Array) -> jax.Array:
         if not jnp.issubdtype(x.dtype, jnp.floating):
             # A step count, or the key of a generator.
-            return jnp.where(mine, x, shared(x))
+            return kept(x)
         total = lax.psum(jnp.where(mine, x, jnp.zeros_like(x)).astype(jnp.float32), axis)
         return jnp.where(mine, x, (total / holders).astype(x.dtype))
 
     def of(known: _index.Leaf, x: jax.Array) -> jax.Array:
         if known.rows in (Rows.NONE, Rows.SHARD):
             return shared(x)
+        if known.role is Role.PERIODIC:
+            return kept(x)
         return learned(x) if known.role is Role.STATISTIC else x
 
     return jax.tree.map(shared, params), _mapped(of, opt_state)

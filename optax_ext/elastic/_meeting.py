@@ -18,7 +18,8 @@ class Report(NamedTuple):
       versions: the states that it can go on from, the newest first; empty for a process that has
         just begun. A version is the number of exchanges before a state.
       steps: the step of each.
-      leaves: whether it has handed its residual over, and leaves.
+      leaves: whether it leaves: with the newest of its versions it has handed its residual over,
+        and has to go back with the others if they don't have that. Without versions it is gone.
       saved: the step of the newest whole checkpoint that it sees; -1 if there is none.
       nonce: a word that no other report has.
     """
@@ -77,13 +78,18 @@ def decide(reports: Mapping[int, Report]) -> Decision:
         for process, report in sorted(reports.items())
         if report.model != reference.model
     }
-    going = {process for process, report in reports.items() if report.leaves}
-    members = tuple(sorted(reports.keys() - refused.keys() - going))
-    have &= {*members}
+    have -= refused.keys()
     common = set.intersection(*({*reports[p].versions} for p in have)) if have else set()
     # A process that lags by more than a failed step can explain begins as a new one does.
     version = max(common or {v for p in have for v in reports[p].versions}, default=0)
-    holders = tuple(p for p in members if version in reports[p].versions)
+    holding = {p for p in have if version in reports[p].versions}
+    going = {p for p in holding if reports[p].leaves and version == reports[p].versions[0]}
+    # If only those that leave are left, they stay, until they can leave again.
+    going = going if going < holding else set()
+    going |= {p for p, report in reports.items() if report.leaves and not report.versions}
+    members = tuple(sorted(reports.keys() - refused.keys() - going))
+    have &= {*members}
+    holders = tuple(p for p in members if p in holding)
     lost = tuple(sorted(have - {*holders}))
     saved, step = -1, 0
     if holders:

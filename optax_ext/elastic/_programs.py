@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import pickle
@@ -129,24 +130,27 @@ class Programs:
         each = jax.ShapeDtypeStruct((size,), np.bool_, sharding=whole)
 
         # A step that fails leaves its arguments as they are.
-        step = make_train_step(self._loss_fn, self._tx, mesh, donate=False).jitted
+        jitted = make_train_step(self._loss_fn, self._tx, mesh, donate=False).jitted
         axis = self._axis
+        # Left to itself XLA returns an empty array whole, which the next program does not take.
+        placed = jax.tree.map(lambda x: x.sharding, (params, state))
+        step = jax.jit(functools.partial(jitted, places=None), out_shardings=(*placed, None))
 
         def mapped(function: Any, takes: Any, gives: Any) -> Any:
-            return jax.jit(_mapped.mapped(function, mesh, takes, gives, check_vma=False))
+            given = jax.tree.map(lambda x: x.spec, gives)
+            function = _mapped.mapped(function, mesh, takes, given, check_vma=False)
+            return jax.jit(function, out_shardings=gives)
 
         lowered = {
-            "step": step.lower(params, state, batch, places=None),
+            "step": step.lower(params, state, batch),
             "poll": mapped(
-                lambda row: lax.all_gather(row[0], axis), PartitionSpec(axis), _WHOLE
+                lambda row: lax.all_gather(row[0], axis), PartitionSpec(axis), whole
             ).lower(rows),
             "admit": mapped(
-                lambda *args: _handover.admit(axis, *args),
-                (_WHOLE, specs, _WHOLE),
-                (_WHOLE, specs),
+                lambda *args: _handover.admit(axis, *args), (_WHOLE, specs, _WHOLE), placed
             ).lower(params, state, each),
             "release": mapped(
-                lambda *args: _handover.release(axis, *args), (specs, _WHOLE), specs
+                lambda *args: _handover.release(axis, *args), (specs, _WHOLE), placed[1]
             ).lower(state, each),
         }
         devices = list(mesh.devices.flat)

@@ -148,6 +148,7 @@ class Training:
         self._shapes: dict[int, Any] = {}
         self._magnitudes: dict[int, float] = {}
         self._lost: list[Lost] = []
+        # Those that have handed over since the last meeting.
         self._goodbyes: set[int] = set()
         self._leaves = self._gone = False
         self._failures = 0
@@ -291,18 +292,21 @@ class Training:
             self._before = now
             self._now = now._replace(version=now.version + 1, opt_state=opt_state)
             self._goodbyes = {x for x, goes in zip(group.order, leaves, strict=True) if goes}
-        elif self._checkpoints.folder is not None:
+            return
+        if self._checkpoints.folder is not None:
             self._save(now)
             if error := self._checkpoints.wait():
                 raise error
         else:
             log.warning("all leave, and without a folder their residuals are lost")
-        if leaves[group.order.index(self._job.process_id)]:
-            log.warning("leaves after step %d", now.step)
-            self._gone = True
-            self._checkpoints.wait()
-            # The others learn it here, and need not wait until its heartbeats are missed.
-            self._job.ready(self._job.meet(Report(self._model, leaves=True)))
+        self._go(self._job.meet(Report(self._model, leaves=True)))
+
+    def _go(self, decision: Decision) -> None:
+        log.warning("leaves after step %d", self.step)
+        self._gone = True
+        self._checkpoints.wait()
+        # The others learn it here, and need not wait until its heartbeats are missed.
+        self._job.ready(decision)
 
     def _save(self, now: TrainingState) -> None:
         mark = self._decision.mark if self._decision else ""
@@ -315,12 +319,12 @@ class Training:
         versions, steps = (tuple(getattr(x, of) for x in states) for of in ("version", "step"))
         # A process with a state needs no checkpoint, whose folder may be gone.
         saved = -1 if states else self._checkpoints.newest()
-        report = Report(self._model, versions, steps, saved=saved)
+        report = Report(self._model, versions, steps, leaves=me in self._goodbyes, saved=saved)
         decision = self._job.meet(report)
         if me in decision.refused:
             raise RuntimeError(f"this process can't take part: {decision.refused[me]}.")
         if me not in decision.members:
-            return
+            return self._go(decision)
         if len(decision.members) < self._min_workers:
             self._waits = self._waits or Waiting(self._give_up)
             here, least = [*decision.members], self._min_workers
@@ -345,7 +349,9 @@ class Training:
         except FAILURES as error:
             log.warning("the workers meet again: %s", said_by_others(error))
             return
-        gone = {*self.members} - {*decision.members} - self._goodbyes | {*decision.lost}
+        # A residual that was handed over is lost if all go back to the state before.
+        goodbyes = self._goodbyes if held is self._now else set()
+        gone = {*self.members} - {*decision.members} - goodbyes | {*decision.lost}
         for process in sorted(gone):
             waited = self._magnitudes.get(process, float("nan"))
             self._lost.append(Lost(process, decision.step, waited))

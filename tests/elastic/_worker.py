@@ -4,6 +4,7 @@
 to a line. ``optimizer`` is ``sum``, whose parameters add up the delivered values, or
 ``sparse_adamw``. ``pause`` is the number of seconds between two steps, ``hang_at`` the step before
 which it hangs in Python, ``full_at`` the step at which process 0 finds the disk full,
+``release_fails`` the process whose first handover fails after the others have finished it,
 ``groups_used`` how many groups of devices workers 0 and 1 have used, ``die_at``
 a place in the code at which it ends at once, and ``loads_after`` the number of another worker, for
 whose arrival it waits before it loads a program.
@@ -83,6 +84,8 @@ def main() -> None:
         job._client.key_value_increment(f"{_job._GROUPS}{(0, 1)}", given["groups_used"])
     if "full_at" in given and job.process_id == 0:
         _fill(given["full_at"])
+    if given.get("release_fails") == job.process_id:
+        _fail_to_release()
     if "loads_after" in given:
         _load_after(job, given["loads_after"])
     step_before = {}
@@ -171,6 +174,25 @@ def _fill(step: int) -> None:
         write(place, content)
 
     _files.write = full
+
+
+def _fail_to_release() -> None:
+    """Lets the first handover fail at its end, as if this worker had heard of an error."""
+    load, failed = _programs.Programs.load, []
+
+    def loaded(*args: Any) -> Any:
+        group = load(*args)
+
+        def release(*state: Any) -> Any:
+            given = jax.block_until_ready(group.release(*state))
+            if not failed:
+                failed.append(say("fails"))
+                raise jax.errors.JaxRuntimeError("UNKNOWN: Gloo all-reduce failed")
+            return given
+
+        return group._replace(release=release)
+
+    _programs.Programs.load = loaded
 
 
 def _die(place: str) -> None:

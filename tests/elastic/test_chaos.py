@@ -184,13 +184,16 @@ def test_one_that_hangs_in_python_ends_itself():
         check(of)
 
 
-def test_one_that_says_goodbye_hands_its_residual_over():
-    with job(3) as of:
+@pytest.mark.parametrize("fails_at", [None, 0])
+def test_one_that_says_goodbye_hands_its_residual_over(fails_at):
+    with job(3, release_fails=fails_at) as of:
         of.wait_for_step(12)
         of.signal(1, signal.SIGTERM)
         of.wait_for("its end", lambda: of.lives[1][-1].ended_at)
         assert of.lives[1][-1].status == 0
         of.wait_for_step(steps_of(of, 0) + 5, [0, 2])
+        # If it fails at one worker, all go back, and the next one is whole.
+        assert bool(of.lives[0][-1].find("fails")) == (fails_at == 0)
         check(of, goodbyes=1)
         taken = final(of)
         last = max(step for step, by_worker in taken.items() if len(by_worker) == 3)

@@ -8,8 +8,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import optax_ext
+import sparse_collectives as sc
 from optax_ext.elastic import _handover, _programs
-from tests.optax_ext.helpers import mesh
+from tests.optax_ext.helpers import bits, mesh
 
 WORKERS = 4
 PARAMS = {"w": jnp.arange(12.0).reshape(3, 4) / 7.0, "b": jnp.full(5, -0.0, jnp.bfloat16)}
@@ -53,7 +54,7 @@ def on_mesh(function, specs_in, specs_out, *args):
 def kinds_of(state):
     """What each array is when a worker comes or goes, written down without the index."""
     summed = "residual", "velocity", "dense_velocity", "missed", "acc_grads"
-    anew = "owner", "selector", "info"
+    anew = "owner", "info"
 
     def kind(path, _):
         names = [key.name for key in path if hasattr(key, "name")]
@@ -61,6 +62,8 @@ def kinds_of(state):
             return "added"
         if "local" in names:
             return "learned"
+        if "selector" in names:
+            return "of the first"
         return "anew" if any(name in anew for name in names) else "shared"
 
     return jax.tree_util.tree_map_with_path(kind, state)
@@ -155,11 +158,52 @@ def test_a_newcomer_has_what_all_share_and_the_mean_of_what_others_have_learned(
         np.testing.assert_array_equal(rows[2][holds], rows[0][holds])
         if kind in ("added", "anew"):
             np.testing.assert_array_equal(rows[2][~holds], rows[1][~holds])
-        elif np.issubdtype(old.dtype, np.floating):
+        elif kind == "learned" and np.issubdtype(old.dtype, np.floating):
             mean = rows[0][holds].astype(np.float32).mean(0)
             np.testing.assert_allclose(rows[2][~holds], [mean] * 2, rtol=1e-6)
         else:
             np.testing.assert_array_equal(rows[2][~holds], rows[0][[0, 0]])
+
+
+SELECTORS = [
+    sc.select.scheduled(sc.select.topk(density=0.5), sc.select.staged_density(10, (0.5, 0.1))),
+    sc.select.random_k(density=0.3),
+    sc.select.threshold_reuse(density=0.3),
+    sc.select.published.adtopk_threshold(density=0.3, steps=100, warmup=1),
+    sc.select.published.sidco(density=0.3),
+]
+
+
+@pytest.mark.parametrize("selector", SELECTORS, ids=lambda x: x.spec.name)
+def test_newcomers_select_as_after_a_reshard(selector):
+    exchange = optax_ext.sparse_allreduce(selector, sc.allreduce.topk_a(), axis="data")
+    tx = optax.chain(exchange, optax.sgd(0.1))
+    old, new = optax_ext.init_state(tx, PARAMS, mesh(2)), 4
+    # As if it had selected before.
+    selected = jax.tree.map(lambda x: jnp.full_like(x, 7), old[0].selector)
+    old = (old[0]._replace(selector=selected), *old[1:])
+    programs = _programs.Programs(loss_fn, tx, "data", jax.devices())
+    specs = optax_ext.state_specs(old)
+
+    def met(worker):
+        """The state with which a worker of the old or of the new ones comes."""
+        fresh = programs.fresh(new, worker, PARAMS)
+        if worker >= 2:
+            return fresh
+        own = jax.tree.map(lambda spec, x: jnp.split(x, 2)[worker] if len(spec) else x, specs, old)
+        return _handover.carried(own, fresh)
+
+    given = jax.tree.map(
+        lambda spec, *x: jnp.concatenate(x) if len(spec) else x[0], specs, *map(met, range(new))
+    )
+    _, got = on_mesh(
+        lambda *args: _handover.admit("data", *args),
+        (P(), specs, P()),
+        (P(), specs),
+        *(PARAMS, given, jnp.arange(new) < 2),
+    )
+    expected = optax_ext.reshard(old, optax_ext.init_state(tx, PARAMS, mesh(new)))
+    assert bits(got) == bits(expected)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -44,6 +44,17 @@ def test_one_that_is_too_far_behind_begins_as_a_newcomer():
 def test_one_that_leaves_is_no_member():
     decision = decide({0: has(8), 1: Report("m", leaves=True)})
     assert decision.members == (0,)
+    # It has handed over before version 8.
+    decision = decide({0: has(8, 7), 1: has(8, 7, leaves=True), 2: has(8, 7)})
+    assert (decision.members, decision.version, decision.lost) == ((0, 2), 8, ())
+
+
+def test_one_whose_residual_others_did_not_get_goes_back_with_them():
+    decision = decide({0: has(7, 6), 1: has(8, 7, leaves=True), 2: has(8, 7)})
+    assert (decision.members, decision.holders, decision.version) == ((0, 1, 2), (0, 1, 2), 7)
+    # No other process has a state.
+    decision = decide({0: NEW, 1: has(8, 7, leaves=True)})
+    assert (decision.members, decision.holders, decision.version) == ((0, 1), (1,), 8)
 
 
 def test_another_model_is_refused_by_those_that_have_a_state():
@@ -70,9 +81,7 @@ def _reports():
         st.just(()), st.integers(0, 6).map(lambda v: (v,) if v == 0 else (v, v - 1))
     )
     one = st.builds(
-        lambda v, leaves, model, saved: Report(
-            model, v, tuple(10 * x for x in v), leaves and not v, saved
-        ),
+        lambda v, leaves, model, saved: Report(model, v, tuple(10 * x for x in v), leaves, saved),
         versions,
         st.booleans(),
         st.sampled_from(["m", "n"]),
@@ -92,8 +101,11 @@ def test_every_decision_can_be_followed(reports):
     assert bool(decision.holders) == bool(members)
     assert members.isdisjoint(decision.refused)
     # Each process is a member, refused, or gone.
-    gone = {p for p, report in reports.items() if report.leaves}
-    assert members | {*decision.refused} | gone == {*reports}
+    gone = {*reports} - members - {*decision.refused}
+    assert all(reports[p].leaves for p in gone)
+    # Others go on with what it has handed over.
+    assert all(decision.version == reports[p].versions[0] for p in gone if reports[p].versions)
+    assert members.isdisjoint(p for p, x in reports.items() if x.leaves and not x.versions)
     having = {p for p in members if reports[p].versions}
     if having:
         assert {*decision.holders} == {p for p in having if decision.version in reports[p].versions}
