@@ -118,9 +118,9 @@ def axis_index(axis: AxisName) -> jax.Array:
     if not names or is_simulated(axis) or set(mesh.manual_axes) != set(mesh.axis_names):
         return lax.axis_index(axis)
     first, *others = names
-    index = _axis_index_primitive().bind(name=first)
+    index = _axis_index_primitive().bind(axis_name=first)
     for name in others:
-        index = index * lax.axis_size(name) + _axis_index_primitive().bind(name=name)
+        index = index * lax.axis_size(name) + _axis_index_primitive().bind(axis_name=name)
     return index
 
 
@@ -137,14 +137,15 @@ def _axis_index_primitive() -> Any:
 
     primitive = core.Primitive("axis_index")
 
-    def typed(*, name: Any) -> Any:
-        return jax.make_jaxpr(lambda: lax.axis_index(name))().out_avals[0]
+    # The parameter has the name that it has in JAX, by which `_jaxprs.axes_of` finds the axis.
+    def typed(*, axis_name: Any) -> Any:
+        return jax.make_jaxpr(lambda: lax.axis_index(axis_name))().out_avals[0]
 
-    def lowered(context: Any, *, name: Any) -> Any:
+    def lowered(context: Any, *, axis_name: Any) -> Any:
         sizes = dict(context.module_context.axis_context.mesh.shape)
-        later = list(sizes)[list(sizes).index(name) + 1 :]
+        later = list(sizes)[list(sizes).index(axis_name) + 1 :]
         width = math.prod(sizes[other] for other in later)
-        widths, size = (mlir.ir_constant(np.uint32(x)) for x in (width, sizes[name]))
+        widths, size = (mlir.ir_constant(np.uint32(x)) for x in (width, sizes[axis_name]))
         number = stablehlo.divide(stablehlo.partition_id(), widths)
         integer = ir.RankedTensorType.get([], ir.IntegerType.get_signless(32))
         return [stablehlo.convert(integer, stablehlo.remainder(number, size))]

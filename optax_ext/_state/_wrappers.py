@@ -42,6 +42,11 @@ def reductions(tree: Any) -> list[Any]:
     return _nodes(tree, _REDUCTIONS)
 
 
+def is_reduction(node: Any) -> bool:
+    """Whether it is one of the states of :func:`reductions`."""
+    return isinstance(node, _REDUCTIONS)
+
+
 def is_state(node: Any) -> bool:
     """Whether it is the state of a :func:`sparse_allreduce`."""
     return isinstance(node, SparseAllreduceState)

@@ -15,7 +15,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_ext._error_feedback import _equations
 from optax_ext._state import _batch_checks, _find, _host_checks, _nnx, _placement, _specs, _wrappers
-from optax_ext._train import _ahead, _arrays, _examples, _mapped, _places, _same_program, _skipped
+from optax_ext._train import (
+    _ahead,
+    _arrays,
+    _examples,
+    _mapped,
+    _own_keys,
+    _places,
+    _same_program,
+    _skipped,
+)
 from sparse_collectives import AxisName, _axes, _jaxprs, _validation, transport
 
 _ARRAY, _WHOLE = object(), PartitionSpec()
@@ -41,7 +50,7 @@ def data_parallel(
         other arguments are the same on all
         workers, except for what the optimizer state, anywhere in them, keeps for each, and for
         typed PRNG keys (``jax.random.key``, ``nnx.Rngs``), which each worker changes into its own.
-        An older key, ``jax.random.PRNGKey``, is the same on all workers; ``jax.random.fold_in(key,
+        Keys in the optimizer state stay as they are. An older key, ``jax.random.PRNGKey``, is the same on all workers; ``jax.random.fold_in(key,
         jax.lax.axis_index(axis))`` in the step makes it a worker's own. Numbers of Python are
         traced, as by ``jax.jit``. Other leaves that are not arrays, and floats inside of modules,
         are constants, as with ``eqx.filter_jit``.
@@ -105,7 +114,7 @@ def data_parallel(
 
             def traced(arrays: list[Any]) -> list[Any]:
                 own, mine = _joined(given, arrays)
-                own = jax.tree.map(lambda x: _own_key(x, axis) if _validation.is_key(x) else x, own)
+                own = [_own_keys.of_worker(arg, axis) for arg in own]
                 results = step(*_in_order(own, mine, at)), list(filter(_nnx.is_module, own))
                 leaves, found, given_back = _split(results, _specs_of(results))
                 made[static] = given_back, [kinds.index(spec) for spec in found]
@@ -248,11 +257,6 @@ def _mesh_of(args: Any) -> Any:
         "on the mesh with opt_state = optax_ext.reshard(opt_state, optax_ext.init_state(tx, "
         "params, mesh)), which keeps its residuals."
     )
-
-
-def _own_key(keys: Any, axis: AxisName) -> Any:
-    fold_in = functools.partial(jax.random.fold_in, data=_axes.axis_index(axis))
-    return functools.reduce(lambda f, _: jax.vmap(f), keys.shape, fold_in)(keys)
 
 
 def _places_of(results: Any) -> list[tuple[str, bool]]:

@@ -1,0 +1,108 @@
+"""Random keys in a step of ``data_parallel``: a worker's own, except those of the optimizer."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import struct
+
+import optax_ext
+
+# optax mixes dtypes where it makes noise.
+pytestmark = pytest.mark.usefixtures("default_promotion")
+WORKERS = 2
+MESH = jax.make_mesh((WORKERS,), ("data",), devices=jax.devices()[:WORKERS])
+PARAMS = {"w": np.full((6, 3), 0.1, np.float32)}
+X = np.random.default_rng(0).standard_normal((8, 6)).astype(np.float32)
+KEY = jax.random.key(7)
+DENSE = optax_ext.dense(axis="data")
+NOISY = {
+    "noisy_sgd": optax.chain(DENSE, optax.noisy_sgd(0.05, key=3)),
+    "typed key": optax.chain(DENSE, optax.add_noise(0.1, 0.5, jax.random.key(3)), optax.sgd(0.1)),
+    "inner chain": optax.chain(optax.chain(DENSE), optax.chain(optax.add_noise(0.1, 0.5, 3))),
+    "groups": optax.partition(
+        {"w": optax.chain(DENSE, optax.add_noise(0.1, 0.5, 3), optax.sgd(0.1))}, {"w": "w"}
+    ),
+    "named": optax.named_chain(("sum", DENSE), ("noise", optax.add_noise(0.1, 0.5, 3))),
+}
+
+
+def loss_fn(params, x):
+    return jnp.mean((x @ params["w"] - x[:, :3]) ** 2)
+
+
+def stepped(tx, params, state, x):
+    gradients = jax.grad(loss_fn)(optax_ext.ahead(params, state), x)
+    updates, state = tx.update(gradients, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def of_each(key):
+    return [float(jax.random.uniform(jax.random.fold_in(key, i))) for i in range(WORKERS)]
+
+
+def shards(x):
+    return [np.asarray(shard.data) for shard in x.addressable_shards]
+
+
+def test_a_result_of_a_key_alone_is_the_mean_over_the_workers():
+    tx = optax_ext.with_mesh(optax.chain(DENSE, optax.sgd(0.05)), MESH)
+
+    @optax_ext.data_parallel
+    def step(params, state, key, x):
+        params, state = stepped(tx, params, state, x)
+        drawn = jax.random.uniform(key)
+        return {"w": params["w"] + drawn}, state, drawn
+
+    params, _, drawn = step(PARAMS, tx.init(PARAMS), KEY, X)
+    assert float(drawn) == pytest.approx(np.mean(of_each(KEY)))
+    first, *others = shards(params["w"])
+    assert all(first.tobytes() == other.tobytes() for other in others)
+
+
+@pytest.mark.parametrize("name", NOISY)
+def test_noise_after_the_exchange_is_the_same_on_all_workers(name):
+    tx = NOISY[name]
+    expected, state = PARAMS, optax_ext.init_state(tx, PARAMS, MESH)
+    usual = optax_ext.make_train_step(loss_fn, tx, MESH, donate=False)
+    step = optax_ext.data_parallel(lambda *args: stepped(tx, *args))
+    params, mine = PARAMS, state
+    for _ in range(3):
+        expected, state, _ = usual(expected, state, X)
+        params, mine = step(params, mine, X)
+    np.testing.assert_allclose(params["w"], expected["w"], rtol=1e-4)
+    first, *others = shards(params["w"])
+    assert all(first.tobytes() == other.tobytes() for other in others)
+
+
+class TrainState(struct.PyTreeNode):
+    params: Any
+    opt_state: Any
+    key: Any
+
+
+class Carried(NamedTuple):
+    params: Any
+    tx_state: Any
+    key: Any
+
+
+@pytest.mark.parametrize("made", [TrainState, Carried, lambda *fields: fields])
+def test_a_key_that_the_training_carries_is_a_workers_own(made):
+    tx = NOISY["typed key"]
+
+    @optax_ext.data_parallel
+    def step(carried, x):
+        params, state, key = jax.tree.leaves(carried, is_leaf=lambda x: x is not carried)
+        params, state = stepped(tx, params, state, x)
+        return made(params, state, key), jax.random.uniform(key)
+
+    carried = made(PARAMS, optax_ext.init_state(tx, PARAMS, MESH), KEY)
+    carried, drawn = step(carried, X)
+    assert float(drawn) == pytest.approx(np.mean(of_each(KEY)))
+    usual = optax_ext.make_train_step(loss_fn, tx, MESH)
+    expected, _, _ = usual(PARAMS, optax_ext.init_state(tx, PARAMS, MESH), X)
+    np.testing.assert_allclose(jax.tree.leaves(carried)[0], expected["w"], rtol=1e-4)
