@@ -171,16 +171,33 @@ def _first_of(state: Any) -> Any:
     return jax.tree.map(lambda x: x[:, :1] if x.ndim == 2 else x, state)
 
 
+# The fields of states that depend on the number of steps only, by which schedules go.
+_OF_SCHEDULES: dict[type, tuple[str, ...]] = {
+    optax.ScaleByScheduleState: ("count",),
+    optax.InjectStatefulHyperparamsState: ("count", "hyperparams", "hyperparams_states"),
+    optax.ConditionallyTransformState: ("step",),
+    optax.ConditionallyMaskState: ("step",),
+    optax.contrib.ScheduleFreeState: ("step_count",),
+}
+
+
 def with_schedules(held: Any, taken: Any) -> Any:
     """``held``, the state of a worker that left out a step, with the schedules of ``taken``.
 
     In rounds the other workers have taken the step, and their learning rates have moved on.
     """
 
-    def is_schedule(node: Any) -> bool:
-        return isinstance(node, optax.ScaleByScheduleState)
+    def has_schedule(node: Any) -> bool:
+        return type(node) in _OF_SCHEDULES
 
-    return jax.tree.map(lambda a, b: b if is_schedule(a) else a, held, taken, is_leaf=is_schedule)
+    def one(held: Any, taken: Any) -> Any:
+        if not has_schedule(held):
+            return held
+        names = _OF_SCHEDULES[type(held)]
+        fields = zip(held._fields, held, taken, strict=True)
+        return type(held)(*(b if name in names else with_schedules(a, b) for name, a, b in fields))
+
+    return jax.tree.map(one, held, taken, is_leaf=has_schedule)
 
 
 def init_of_leaves(tx: optax.GradientTransformation, params: Any) -> Any:
