@@ -75,6 +75,8 @@ class PaddedCOO:
         _check_pairs(indices, values)
         size = _validation.check_size(size)
         slots = indices.shape[0]
+        if indices.dtype.itemsize < 4:  # Such a dtype may not hold the size.
+            indices = indices.astype(jnp.int32)
         is_padding = (indices < 0) | (indices >= size)
         indices = jnp.where(is_padding, size, indices).astype(jnp.int32)
         indices, values = lax.sort((indices, values), num_keys=1)
@@ -95,7 +97,9 @@ class PaddedCOO:
         return jnp.sum(self.indices < self.size, axis=-1, dtype=jnp.int32)
 
     def to_dense(self) -> jax.Array:
-        """The dense vector, ``f[size]``. Cost: one write of n values and a scatter."""
+        """The dense vector, ``f[..., size]``. Cost: one write of n values and a scatter."""
+        if self.indices.ndim > 1:
+            return jax.vmap(PaddedCOO.to_dense)(self)
         # This zero depends on the indices. XLA would make n constant zeros at the start of a
         # program, and hold them during the computation of the indices.
         zero = jnp.sum(jnp.minimum(self.indices[:1], 0)).astype(self.values.dtype)

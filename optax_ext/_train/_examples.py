@@ -156,6 +156,11 @@ def _is_kept(arg: Any, args: tuple[Any, ...]) -> bool:
     """Whether it is a model or an optimizer: a module, a state, or shaped as the parameters."""
     if _nnx.is_module(arg) or _wrappers.reductions(arg):
         return True
-    states = _wrappers.get_states(args)
-    shapes = sorted(shape for state in states for shape in state.layout.shapes)
-    return bool(shapes) and shapes == sorted(map(jnp.shape, _arrays_of(arg)))
+    shapes = sorted(map(jnp.shape, _arrays_of(arg)))
+    return bool(shapes) and shapes in map(_shapes_of, (args, *args))
+
+
+def _shapes_of(tree: Any) -> list[tuple[int, ...]]:
+    """The shapes of the parameters of the optimizers in a tree; an argument may be of one."""
+    states = _wrappers.get_states(tree)
+    return sorted(shape for state in states for shape in state.layout.shapes)

@@ -179,6 +179,12 @@ class Step(NamedTuple):
             missing = re.search(r"missing \d+ required keyword-only arguments?: (.*)", str(error))
             if missing is None:
                 raise
+            if missing[1] == "'value'":
+                raise TypeError(
+                    "a transformation in outer of optax_ext.local_steps needs 'value' in its "
+                    "update, and the loss reaches inner only: each worker has a loss of its own. "
+                    "Put the transformation into inner, or give a schedule."
+                ) from error
             raise TypeError(
                 f"a transformation in tx needs {missing[1]} in its update, and a step of all "
                 "workers gives it only value, the mean loss: a line search would evaluate the loss "

@@ -243,6 +243,27 @@ def test_rounds_are_refused(name):
     refused("for exchanges at every step: use optax_ext.make_train_step", step, PARAMS, state, X)
 
 
+def test_parameters_of_one_of_two_optimizers_are_no_batch():
+    """They have as many rows as the batch."""
+    first, second = {"w": np.ones((8, 5), np.float32)}, {"w": np.ones((5, 2), np.float32)}
+
+    def loss_fn(first, second, x):
+        return jnp.mean((x.T @ first["w"] @ second["w"]) ** 2)
+
+    @optax_ext.data_parallel
+    def step(first, of_first, second, of_second, x):
+        ahead = optax_ext.ahead(first, of_first), optax_ext.ahead(second, of_second)
+        one, other = jax.grad(loss_fn, argnums=(0, 1))(*ahead, jnp.tile(x, (WORKERS, 1)))
+        one, of_first = TX.update(one, of_first, first)
+        other, of_second = TX.update(other, of_second, second)
+        applied = optax.apply_updates(first, one), optax.apply_updates(second, other)
+        return *applied, of_first, of_second
+
+    one, other, *_ = step(first, TX.init(first), second, TX.init(second), X)
+    assert not np.array_equal(one["w"], first["w"])
+    assert not np.array_equal(other["w"], second["w"])
+
+
 def test_arguments_may_be_named():
     @optax_ext.data_parallel
     def step(params, state, x, scale=1.0, shift=0.0):

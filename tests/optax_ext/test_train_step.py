@@ -74,6 +74,14 @@ def test_an_optimizer_receives_the_mean_loss_and_a_line_search_is_refused():
         refused(message, step_of(tx), PARAMS, state_of(tx), batch, error=TypeError)
 
 
+def test_an_optimizer_of_the_loss_is_refused_where_each_worker_has_one_of_its_own():
+    (batch,) = batches(1)
+    outer = optax.chain(optax_ext.dense(axis="data"), optax.polyak_sgd(0.1))
+    tx = optax_ext.local_steps(optax.sgd(0.1), outer, every=2)
+    message = "in outer of optax_ext.local_steps needs 'value'.*Put the transformation into inner"
+    refused(message, step_of(tx), PARAMS, state_of(tx), batch, error=TypeError)
+
+
 def is_momo(state):
     return hasattr(state, "barf")
 
