@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from sparse_collectives import cost_model
+from sparse_collectives import _validation, cost_model
 from sparse_collectives.cost_model._codecs import CODECS
 from sparse_collectives.cost_model._costs import Network
 from sparse_collectives.cost_model._numbers import NUMBERS
@@ -77,11 +77,17 @@ def _plan(given: argparse.Namespace) -> None:
     network, warnings = _network(given)
     # The devices of a worker exchange their parts at the same time, and share its links.
     network = network._replace(seconds_per_word=network.seconds_per_word * devices / links)
+    _check_params(given.params, devices)
     selected = min(given.params, max(1, round(given.density * given.params)))
     size, selected = -(-given.params // devices), -(-selected // devices)
     overlap = None
     if given.expansion is not None:
         expansion, measured = given.expansion
+        if expansion * selected > size:
+            raise ValueError(
+                f"a union of --expansion={expansion:g}@{measured} times --density={given.density:g} "
+                f"must be at most all entries, got {expansion * given.density:.3g} times as many."
+            )
         overlap = cost_model.Overlap(expansion * selected, measured)
     workload = cost_model.Workload(size, selected, workers, inner, overlap)
     local, steps = _local_cost(given), None
@@ -138,6 +144,16 @@ def _plan(given: argparse.Namespace) -> None:
     print("\n".join([_report.text(found, optimizers, all_codecs=given.all), *remarks]))
 
 
+def _check_params(params: int, devices: int) -> None:
+    """A prediction is for one exchange of all parameters of a device."""
+    if -(-params // devices) > _validation.MAX_SIZE:
+        raise ValueError(
+            f"--params must be below 2**31 for each device of a worker, got {params:,}: an "
+            "exchange has indices of 32 bits. Give --shard=M to 'plan' if M devices have a part "
+            "each, or plan one exchange of several (optax_ext.bucketed)."
+        )
+
+
 def _network(given: argparse.Namespace) -> tuple[Network, list[str]]:
     """The links of a worker, of a node if it has several workers, and warnings of a poor fit."""
     latency, bandwidth, warnings = given.latency, given.bandwidth, []
@@ -167,6 +183,9 @@ def _local_cost(given: argparse.Namespace) -> LocalCost:
 
 
 def _rounds(given: argparse.Namespace) -> None:
+    _check_params(given.params, 1)
+    if given.workers < 2:
+        raise ValueError(f"--workers must be 2 sites at least, got {given.workers}.")
     network = cost_model.network(given.latency, given.bandwidth)
     found = plan_rounds(
         given.params, given.workers, network, compute=given.compute, local=given.select_cost

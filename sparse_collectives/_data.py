@@ -65,6 +65,7 @@ class PaddedCOO:
           ValueError: ``indices`` and ``values`` are not of one shape ``[c]``, or ``size`` is not in
             [1, 2**31 - 1].
           TypeError: one is not an array, the indices are not integers, or the values not floats.
+          TypeError: ``size`` is not an integer.
 
         Example:
           >>> import jax.numpy as jnp

@@ -71,6 +71,7 @@ class TestSelector:
             state, info = out[1:]
             assert isinstance(info, sc.SelectInfo)
             assert types_of(list(info)) == [((), jnp.int32), ((), jnp.int32), ((), jnp.float32)]
+            assert all(float(x) >= 0 for x in info)
             assert types_of(state) == types
         assert jax_internals.programs(select) == before + 1
 
@@ -109,6 +110,7 @@ class TestAllreduce:
                 for field in ("delivered", "threshold", "words"):
                     values = np.asarray(getattr(out["info"], field))
                     assert (values == values[0]).all(), f"{name}: {field}"
+                    assert values[0] >= 0, f"{name}: {field}"
                 if workers == 1 and name == "normal":
                     np.testing.assert_array_equal(out["total"], out["sent"])
                     assert out["info"].words[0] == 0
@@ -121,18 +123,31 @@ class TestAllreduce:
         assert out["total"].dtype == dtype
         helpers.check_conserved(out, tolerance=4 * float(jnp.finfo(dtype).eps))
 
-    def test_sums_of_finite_entries_stay_finite(self, allreduce):
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+    def test_sums_of_sixteen_bit_values_are_rounded_once(self, allreduce, dtype):
+        """Each of many summands is lost if the sum so far is rounded."""
+        eps = float(jnp.finfo(dtype).eps)
+        acc = np.zeros((33, SIZE), np.float32)
+        acc[:, :K] = eps / 2
+        acc[0, :K] = 1
+        out = helpers.run_once(self.selector, allreduce, jnp.asarray(acc).astype(dtype))
+        helpers.check_conserved(out, tolerance=4 * eps)
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+    def test_sums_of_finite_entries_stay_finite_and_the_rest_is_kept(self, allreduce, dtype):
         acc = np.zeros((3, SIZE), np.float32)
-        acc[:, :K] = np.finfo(np.float32).max
-        out = helpers.run_once(self.selector, allreduce, acc)
+        acc[:, :K] = float(jnp.finfo(dtype).max)
+        out = helpers.run_once(self.selector, allreduce, jnp.asarray(acc).astype(dtype))
         assert np.isfinite(out["total"]).all()
         assert np.isfinite(out["kept"]).all()
+        helpers.check_conserved(out, tolerance=4 * float(jnp.finfo(dtype).eps))
 
-    def test_words_are_those_of_the_program(self, allreduce):
+    @pytest.mark.parametrize("workers", [2, 3, 4, 5])
+    def test_words_are_those_of_the_program(self, allreduce, workers):
         """For an exchange without choices; for others, see `frequencies` of `traffic`."""
-        acc = helpers.hard_accumulators(4, SIZE)["normal"]
+        acc = helpers.hard_accumulators(workers, SIZE)["normal"]
         words = helpers.run_once(self.selector, allreduce, acc)["info"].words[0]
-        given = {"size": SIZE, "capacity": K, "axis_size": 4}
+        given = {"size": SIZE, "capacity": K, "axis_size": workers}
         least, most = (
             sc.traffic.of_allreduce(allreduce, **given, conditional=conditional).words
             for conditional in ("best", "worst")

@@ -245,7 +245,7 @@ def make_plan(
 
 def _fewest(workers: int) -> int:
     enough = (bits for bits in NARROW if _sums.half(bits, workers) >= ENOUGH)
-    return next(enough, NARROW[-1])
+    return next(enough, NARROW[-1] if _sums.half(NARROW[-1], workers) else EXACT)
 
 
 def _checked(bits: Any) -> int | FewBits | None:

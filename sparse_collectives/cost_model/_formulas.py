@@ -7,6 +7,7 @@ assume trees for psum (2 log P), all_gather and reduce_scatter (log P), and one
 message for each partner of an all_to_all.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
 
@@ -86,8 +87,8 @@ def fill(w: Workload) -> float | None:
 def ssar_recursive_double(w: Workload, codec: MessageSizes) -> Estimate:
     """Log P exchanges whose slots double, up to n words.
 
-    The expected and upper costs include the allgather that types the total as
-    replicated, as under ``shard_map(check_vma=True)``; the lower cost does not.
+    The expected cost includes the allgather that types the total as replicated, as under
+    ``shard_map(check_vma=True)``. Without types the last workers receive the total instead.
     """
     members = 1 << (w.workers.bit_length() - 1)
     surplus = w.workers - members
@@ -107,7 +108,8 @@ def ssar_recursive_double(w: Workload, codec: MessageSizes) -> Estimate:
         replicated = raw.dense(math.ceil(w.size / members))
     typed = cost + _all_gather(replicated, w.workers)
     untyped = cost + message(w.workers, surplus) if surplus else cost
-    return Estimate(untyped, typed, typed)
+    pairs = list(zip(*map(dataclasses.astuple, (untyped, typed)), strict=True))
+    return Estimate(Cost(*map(min, pairs)), typed, Cost(*map(max, pairs)))
 
 
 def _split(w: Workload, codec: MessageSizes) -> tuple[Cost, _slots.Regions, int]:

@@ -216,6 +216,10 @@ def test_bits_out_of_range_are_refused(bits):
     for make in (
         lambda: optax_ext.quantized(bits, axis="w"),
         lambda: extend.words_of_sum_of_all(100, 4, bits),
+        lambda: extend.words_of_sum_of_all(100, 1, bits),
+        lambda: sc.simulate(
+            lambda x: extend.sum_of_all(x, 0, axis="w", bits=bits), axis="w", axis_size=1
+        )(jnp.zeros((1, 8))),
     ):
         refused(r"bits must be a pair: .* Write for example bits=\(2, 4\)", make)
 

@@ -80,7 +80,8 @@ def test_bounds_are_ordered_and_one_worker_exchanges_nothing(estimate, what):
         for k in (1, 7, 500, 1000):
             lower, expected, upper = estimate(*what, 1000, k, workers)
             assert 0 <= lower.words <= expected.words <= upper.words
-            assert lower.words <= lower.path_words
+            assert lower.words <= lower.path_words <= expected.path_words <= upper.path_words
+            assert lower.messages <= expected.messages <= upper.messages
             nothing = upper.words == upper.messages == upper.pairs == 0
             assert nothing == (workers == 1)
 

@@ -106,6 +106,39 @@ def test_pairs_of_one_index_are_added_and_the_indices_ascend(pairs, dtype):
     assert not coo.values[len(used) :].any()
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32"])
+@pytest.mark.parametrize("size", [100, 128, 256, 300, 70_000])
+@pytest.mark.parametrize("jitted", [False, True])
+def test_pairs_of_narrow_indices_are_of_any_size(dtype, size, jitted):
+    info = np.iinfo(dtype)
+    given = np.unique(np.clip([-1, 0, 5, 99, 127, 200, 65_000], info.min, info.max)).astype(dtype)
+    make = jax.jit(sc.PaddedCOO.from_pairs, static_argnums=2) if jitted else sc.PaddedCOO.from_pairs
+    coo = make(jnp.asarray(given), jnp.arange(1.0, len(given) + 1), size)
+    wide = given.astype(np.int64)
+    kept = (wide >= 0) & (wide < size)
+    padding = len(given) - kept.sum()
+    assert coo.indices.tolist() == wide[kept].tolist() + [size] * padding
+    assert coo.values.tolist() == (np.flatnonzero(kept) + 1.0).tolist() + [0] * padding
+
+
+def test_several_vectors_become_rows():
+    values, indices = jnp.arange(1.0, 13).reshape(2, 3, 2), jnp.array([0, 2] * 6).reshape(2, 3, 2)
+    coo = sc.PaddedCOO(values, indices.at[1, 1, 0].set(4), 4)
+    each = [[coo_of(coo, i, j).to_dense().tolist() for j in range(3)] for i in range(2)]
+    assert coo.to_dense().tolist() == each
+    assert each[0][0] == [1, 0, 2, 0]
+
+
+def coo_of(coo, *at):
+    return sc.PaddedCOO(coo.values[at], coo.indices[at], coo.size)
+
+
+@pytest.mark.parametrize("size", [5.0, True, "5"])
+def test_the_length_of_a_vector_is_an_integer(size):
+    with pytest.raises(TypeError, match="size must be an integer, the length of a vector, got"):
+        sc.PaddedCOO.from_pairs(jnp.arange(2), jnp.zeros(2), size)
+
+
 def test_pairs_must_be_pairs():
     with pytest.raises(ValueError, match=r"must be of one shape \[c\], got \(3,\) and \(2,\)"):
         sc.PaddedCOO.from_pairs(jnp.zeros(3, jnp.int32), jnp.zeros(2), SIZE)

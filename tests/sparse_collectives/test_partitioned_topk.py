@@ -122,6 +122,13 @@ def test_partitioned_topk_sends_what_is_not_finite_to_everyone_and_keeps_none_of
     assert np.isfinite(acc).all()
 
 
+def test_without_a_choice_the_bits_fit_any_number_of_workers():
+    for workers, bits in ((2**15 - 1, 16), (2**15, 32), (10**6, 32)):
+        assert _partitioned_topk.make_plan(10**6, 1000, workers, None, None).bits == bits
+    with pytest.raises(ValueError, match="bits=16 is too few for the sum of 32768 workers"):
+        _partitioned_topk.make_plan(10**6, 1000, 2**15, None, 16)
+
+
 @pytest.mark.parametrize(("workers", "bits"), [(2, 8), (8, 8), (9, 10), (34, 10), (35, 16)])
 def test_few_bits_are_enough_for_fifteen_steps(workers, bits):
     """The words for 1 % are as in the docstring; test_cost_model_programs.py counts them."""

@@ -86,12 +86,12 @@ def test_expansion_shortens_what_fills_in(capsys, tmp_path):
 WRONG = {
     "--density": ("0", "1.5", "one", "1"),
     "--workers": ("0", "2.5", "1e12"),
-    "--params": ("0", "1e16"),
+    "--params": ("0", "1e16", "7B"),
     "--inner": ("0", "3", "4 --inner-bandwidth 0GB/s"),
     "--latency": ("1e300s", "5parsecs"),
     "--bandwidth": ("1e-300B/s", "0Gbit", "25"),
     "--compute": ("-1s",),
-    "--expansion": ("inf@8", "nan@8", "9@8", "3.2", f"2@{5000 * '9'}", ""),
+    "--expansion": ("inf@8", "nan@8", "9@8", "3.2", f"2@{5000 * '9'}", "", "2@2 --density 0.9"),
     "--shard": ("0", "2 --links 3", "2 --inner 2"),
     "--select-cost": ("gpuu", ""),
     "--merge-cost": ("gpu",),
@@ -101,7 +101,10 @@ WRONG = {
     "--bogus": ("",),
 }
 # The messages of argparse or of the system.
-OTHERS_SAY = ("expected one argument", "No such file", "unrecognized", "are of two plans")
+OTHERS_SAY = (
+    *("expected one argument", "No such file", "unrecognized", "are of two plans"),
+    "must be at most all entries",
+)
 
 
 @pytest.mark.parametrize("option", WRONG)

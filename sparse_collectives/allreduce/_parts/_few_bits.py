@@ -123,7 +123,8 @@ def sum_of_all(
       ``f32[n]``.
 
     Raises:
-      ValueError: other ``bits``.
+      ValueError: other ``bits``, or values that are no vector.
+      TypeError: values that are no floats of 16 or 32 bits.
 
     Cost: an all_to_all and an all_gather, with ``(P-1)/P n (up + down) / 32`` words received, and
     ``n / 256`` scales of 16 bits for one bit, or twice as many for more, each way
@@ -138,6 +139,11 @@ def sum_of_all(
       >>> total[0].tolist(), sent[:, 0].tolist()
       ([3.0], [1.0, 2.0])
     """
+    values, step, bits = (
+        _validation.as_vector("values", values),
+        jnp.asarray(step),
+        check_bits(bits),
+    )
     workers, size = transport.axis_size(axis), values.shape[0]
     if workers == 1:
         return transport.psum(values, axis), values
@@ -151,14 +157,15 @@ def sum_of_all(
     mine = written(of_owners, values)
     counts = jnp.clip(size - slots * lax.iota(jnp.int32, workers), 0, slots)
     turn = (step % workers).astype(jnp.int32)
-    both = _exchanged(mine, counts, slots, axis, check_bits(bits), turn)
+    both = _exchanged(mine, counts, slots, axis, bits, turn)
     total, given = (x.reshape(-1)[:size] for x in both)
     return total, given
 
 
 def words_of_sum_of_all(size: int, workers: int, bits: tuple[int, int]) -> float:
     """Words that :func:`sum_of_all` makes each worker receive, for n entries."""
-    return 0.0 if workers == 1 else sum_words(slots_of(size, workers), workers, check_bits(bits))
+    pair = check_bits(bits)
+    return 0.0 if workers == 1 else sum_words(slots_of(size, workers), workers, pair)
 
 
 def check_bits(bits: Any) -> FewBits:
