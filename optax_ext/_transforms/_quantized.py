@@ -45,7 +45,9 @@ def quantized(
     the sum of ``acc`` is P times the update plus the sum of the new residuals. Give it *local*
     gradients, before any optimizer:
     ``optax.chain(quantized(axis="data"), optax.contrib.muon(0.01))``. The update is dense and has
-    the same bits on every worker.
+    the same bits on every worker. At the first step no unit is known, and small entries may be 0:
+    an optimizer that divides by the second moments of the step before
+    (``optax.contrib.acprop``) needs ``dense_steps=1``.
 
     Words received by each worker: ``(P-1)/P n (up + down) / 32`` and the scales, ``n / 256`` for
     up to two bytes each way (:func:`sparse_collectives.extend.words_of_sum_of_all`), in an

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import sparse_collectives as sc
+from sparse_collectives.select import _scheduled
 from tests.reference import selection
 from tests.sparse_collectives.helpers import slow_rows
 from tests.sparse_collectives.selecting import (
@@ -216,3 +217,13 @@ def test_workers_agree_or_differ_by_option(same):
         for right in range(left):
             shared = len(np.intersect1d(indices[left], indices[right]))
             assert shared == 100 if same else shared < 40
+
+
+@pytest.mark.slow
+def test_a_schedule_at_the_density_of_the_selector_is_not_clipped():
+    """In float32 the density is above it, by more than half an entry of so many."""
+    size, slots = 50_000_000, 15_000_000
+    coo = sc.PaddedCOO(jnp.zeros(slots), jnp.full(slots, size), size)
+    for density, expected in ((0.3, 0), (0.3001, 1), (0.0, 1)):
+        clipped = _scheduled._largest(coo, lambda _, d=density: jnp.float32(d), jnp.int32(0))[2]
+        assert clipped == expected, density
