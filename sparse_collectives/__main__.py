@@ -85,8 +85,8 @@ def _plan(given: argparse.Namespace) -> None:
         expansion, measured = given.expansion
         if expansion * selected > size:
             raise ValueError(
-                f"a union of --expansion={expansion:g}@{measured} times --density={given.density:g} "
-                f"must be at most all entries, got {expansion * given.density:.3g} times as many."
+                f"--expansion={expansion:g}@{measured} times --density={given.density:g} must be "
+                f"at most all entries, got {expansion * given.density:.3g} times as many."
             )
         overlap = cost_model.Overlap(expansion * selected, measured)
     workload = cost_model.Workload(size, selected, workers, inner, overlap)

@@ -47,10 +47,10 @@ def data_parallel(
     Args:
       step: a function of arguments that can be given by position (a call may name them), one of
         which is the batch: its leaves are split over the workers along their leading dimension. The
-        other arguments are the same on all
-        workers, except for what the optimizer state, anywhere in them, keeps for each, and for
-        typed PRNG keys (``jax.random.key``, ``nnx.Rngs``), which each worker changes into its own.
-        Keys in the optimizer state stay as they are. An older key, ``jax.random.PRNGKey``, is the same on all workers; ``jax.random.fold_in(key,
+        other arguments are the same on all workers, except for what the optimizer state, anywhere
+        in them, keeps for each, and for typed PRNG keys (``jax.random.key``, ``nnx.Rngs``), which
+        each worker changes into its own. Keys in the optimizer state stay as they are. An older
+        key, ``jax.random.PRNGKey``, is the same on all workers; ``jax.random.fold_in(key,
         jax.lax.axis_index(axis))`` in the step makes it a worker's own. Numbers of Python are
         traced, as by ``jax.jit``. Other leaves that are not arrays, and floats inside of modules,
         are constants, as with ``eqx.filter_jit``.

@@ -10,7 +10,7 @@ from sparse_collectives import AxisName, _axes, _validation
 
 
 def of_worker(tree: Any, axis: AxisName) -> Any:
-    """An argument with its typed keys as this worker's own, except those of an optimizer.
+    """An argument with its typed keys as this worker's own, but the keys of an optimizer.
 
     What an optimizer draws after the exchange has to be the same on all workers. A state of optax
     is a named tuple, which stands next to the state of the exchange in a chain.

@@ -29,7 +29,7 @@ def separated(result: Any, has_aux: bool) -> tuple[Any, jax.Array]:
 
 
 def shared(made: Any, weight: jax.Array, axis: AxisName) -> Any:
-    """Each float or complex number times ``weight P / sum of the weights``: the means are over the whole batch.
+    """Each float times ``weight P / sum of the weights``, so that means are over the whole batch.
 
     A worker of weight 0 has zeros, even where its mean is 0/0. If no worker has a weight, or one is
     negative or not finite, all are NaN, and the step is skipped.

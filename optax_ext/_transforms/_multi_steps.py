@@ -25,8 +25,8 @@ class MultiStepsState(NamedTuple):
       gradient_step: ``i32[]``, exchanges made.
       inner_opt_state: the state of the wrapped transformation.
       acc_grads: the sum of the gradients for each worker: in the tree of the parameters, in
-        float32 or a wider dtype of the parameter, with a leading axis, of size 1 inside the mapped function and of size P
-        outside.
+        float32 or a wider dtype of the parameter, with a leading axis, of size 1 inside the mapped
+        function and of size P outside.
     """
 
     mini_step: Annotated[jax.Array, SHARED]

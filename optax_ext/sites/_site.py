@@ -72,8 +72,8 @@ class Site:
       TimeoutError: a store that can't be read or written for ``give_up`` seconds.
       ImportError: obstore is not installed.
 
-    Cost: 3 n float32 on the host, and 4 n where rounds were missed; in a round a site uploads its own payload, and downloads all
-    payloads of the round. With several processes each of the others
+    Cost: 3 n float32 on the host, and 4 n where rounds were missed; in a round a site uploads its
+    own payload, and downloads all payloads of the round. With several processes each of the others
     has n float32, gathers the parameters that are sharded, and receives 2 n from the first one.
 
     Example:

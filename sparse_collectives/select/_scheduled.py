@@ -122,7 +122,7 @@ def _largest(
     else:
         value = jnp.asarray(density, jnp.float32)
         exact, positive = jnp.round(value * coo.size), value > 0
-        # A density in float32 may be as much above that of the selector as it is rounded.
+        # In float32 the density of the selector may be rounded up.
         rounding = float(jnp.finfo(jnp.float32).eps) * coo.size
         in_range = positive & (exact <= coo.capacity + rounding)
         k = jnp.where(positive, jnp.clip(exact, 1, coo.capacity), 1).astype(jnp.int32)

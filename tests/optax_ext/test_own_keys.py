@@ -1,4 +1,4 @@
-"""Random keys in a step of ``data_parallel``: a worker's own, except those of the optimizer."""
+"""Random keys in a step of ``data_parallel``: a worker's own, but not the keys of an optimizer."""
 
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ from flax import struct
 
 import optax_ext
 
-# optax mixes dtypes where it makes noise.
+# The noise of optax mixes dtypes.
 pytestmark = pytest.mark.usefixtures("default_promotion")
 WORKERS = 2
 MESH = jax.make_mesh((WORKERS,), ("data",), devices=jax.devices()[:WORKERS])

@@ -46,7 +46,7 @@ def test_a_site_that_is_slower_is_delivered_at_every_call(turns, wait, snapshot_
     fast = site(store, "fast", grace=0.0, **options)
     # If it does not wait for its round, the fast one closes that.
     slow = site(store, "slow", grace=0.0 if wait else 30.0, **options)
-    params, at_slow, run = fast.params, slow.params, fast._member._run
+    params, at_slow = fast.params, slow.params
     for call in range(4):
         for step in range(turns):
             params = fast.exchange(moved(params, turns * call + step), tokens=1, wait=True)
