@@ -202,6 +202,7 @@ class Member:
             number, base = number + len(found.rounds), digest_of(params)
         if put.number < number:
             self._put = put = put._replace(number=number, base=base)
+        others |= self._patiently(self._run.late, number - 1, others)
         self._patiently(self._run.put, number, put.body, put.tokens, put.base)
         began = time.monotonic()
         self._patiently(self._run.wait, number, others, self._give_up, began)

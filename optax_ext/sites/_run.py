@@ -221,6 +221,16 @@ class Run:
                 )
             time.sleep(min(self.poll, left))
 
+    def late(self, number: int, others: frozenset[str]) -> frozenset[str]:
+        """The sites whose payloads came after a round was closed by others.
+
+        They are still there, and without being expected they might always come too late.
+        """
+        found = self._objects.names(Name("list", number).folder) if number >= 0 else {}
+        after = {x: size for x, size in found.items() if x.kind == "payload"}
+        after = {x: size for x, size in after.items() if x.site not in others}
+        return frozenset(_sites(self._payloads(after))) if after else frozenset()
+
     def _close(self, number: int, shares: Mapping[Name, Share]) -> None:
         """Writes the list of the payloads that have come, unless another site is faster."""
         name = Name("list", number)

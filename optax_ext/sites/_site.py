@@ -53,7 +53,8 @@ class Site:
       codec: their encoding, the same at all sites; None: ``wire.narrow8()`` from 1 % on, and
         ``wire.narrow16()`` below.
       quorum: the number of payloads without which a round is not closed.
-      grace: seconds to wait for the other sites of the last round once the quorum is there.
+      grace: seconds to wait for the other sites of the last round, also one that came too late for
+        it, once the quorum is there.
       key: a key that the sites share, to sign with; None: only damage is noticed, and the store
         decides who may write.
       snapshot_every: rounds after which the parameters are stored, for sites that come; older

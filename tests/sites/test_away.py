@@ -64,6 +64,30 @@ def test_a_site_that_is_slower_is_delivered_at_every_call(turns, wait, snapshot_
         np.testing.assert_array_equal(flat(at_slow), flat(slow.params))
 
 
+def test_one_whose_payload_came_too_late_is_expected_in_the_next_round():
+    store = memory()
+    late, other = (site(store, x, density=1.0, grace=30.0) for x in ("late", "other"))
+    arrives, create = threading.Event(), late._member._run.store.create
+
+    def slow(name, data):
+        if "payload" in name:
+            arrives.wait(60)
+        return create(name, data)
+
+    late._member._run.store.create = slow
+    mine = late.exchange(moved(PARAMS, 0, 1), tokens=1)
+    theirs = other.exchange(moved(PARAMS, 0), tokens=1, wait=True)
+    arrives.set()
+    mine = late.finish(mine)
+    assert not late.last.delivered
+    theirs = other.exchange(moved(theirs, 1), tokens=1)
+    mine = late.exchange(moved(mine, 1, 1), tokens=1, wait=True)
+    assert (late.last.number, late.last.sites) == (1, ("late", "other"))
+    theirs = other.finish(theirs)
+    for params in (mine, theirs, other.params):
+        np.testing.assert_array_equal(flat(params), flat(late.params))
+
+
 def test_one_that_comes_later_has_the_parameters_of_all():
     store = memory()
     first = site(store, "first", snapshot_every=2)
