@@ -95,7 +95,10 @@ def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
 def check_size(size: int) -> int:
     """The length of a buffer, which must be within the range of an int32 index."""
     if isinstance(size, bool) or not isinstance(size, numbers.Integral):
-        raise TypeError(f"size must be an integer, the length of a vector, got {size!r}.")
+        from jax import export  # Slow to import, and only needed here.
+
+        if not export.is_symbolic_dim(size):
+            raise TypeError(f"size must be an integer, the length of a vector, got {size!r}.")
     if size < 1:
         raise ValueError(
             f"size must be at least 1, got {size}. An empty buffer has nothing to select."

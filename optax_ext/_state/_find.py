@@ -15,7 +15,7 @@ from optax_ext._state import _index, _nnx
 from optax_ext._state._wrappers import get_states as get_states
 from optax_ext._state._wrappers import is_state as is_state
 from optax_ext._state._wrappers import reductions as reductions
-from sparse_collectives import _axes, _varying
+from sparse_collectives import _axes, _validation, _varying
 
 
 def get_state(opt_state: Any) -> SparseAllreduceState | None:
@@ -92,12 +92,11 @@ def axis_of(opt_state: Any) -> Hashable:
 
 
 def accumulators(inner: Any, params: Any) -> Any:
-    """Zeros for the gradients that each worker accumulates around ``inner``, ``[P, ...]``.
-
-    They are in float32 if the parameter is narrower, and otherwise in its dtype.
+    """Zeros for the gradients that each worker accumulates around ``inner``, ``f32[P, ...]``.
 
     Raises:
       ValueError: a dense reduction whose axis is not bound.
+      TypeError: complex parameters.
     """
     sparse, axis = get_states(inner), axis_of(inner)
     bound = _axes.axis_is_bound(axis)
@@ -107,11 +106,8 @@ def accumulators(inner: Any, params: Any) -> Any:
             "function, or use optax_ext.init_state(tx, params, mesh)."
         )
     lead = sparse[0].workers if sparse else 1
-
-    def zeros(x: Any) -> jax.Array:
-        dtype = jnp.result_type(x)
-        wide = dtype if dtype.itemsize > 4 else jnp.float32
-        return jnp.zeros((lead, *jnp.shape(x)), wide)
-
-    acc = jax.tree.map(zeros, params)
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        if jnp.iscomplexobj(x):
+            _validation.check_float(f"params{jax.tree_util.keystr(path)}", jnp.result_type(x))
+    acc = jax.tree.map(lambda x: jnp.zeros((lead, *jnp.shape(x)), jnp.float32), params)
     return _varying.to_varying(acc, axis) if bound else acc

@@ -246,4 +246,7 @@ def _place(x: Any, sharding: NamedSharding) -> Any:
             numbers = jax.device_put(np.asarray(jax.random.key_data(x)), sharding)
             return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(x))
         x = np.asarray(x)
+    if isinstance(x, Tracer) and AxisType.Explicit not in sharding.mesh.axis_types:
+        # Without it the compiler would choose the placement of what a loop carries.
+        return jax.lax.with_sharding_constraint(x, sharding)
     return jax.device_put(x, sharding)

@@ -48,6 +48,8 @@ def delayed(tx: optax.GradientTransformation) -> optax.GradientTransformationExt
 
     Raises:
       ValueError: at ``init``, ``tx`` has no reduction.
+      TypeError: at ``init``, complex parameters; ``optax.contrib.split_real_and_imaginary`` goes
+        around this.
       TypeError: at ``update``, the state was made without the delay.
 
     Example:

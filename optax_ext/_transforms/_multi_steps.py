@@ -24,9 +24,9 @@ class MultiStepsState(NamedTuple):
       mini_step: ``i32[]``, gradients in the accumulators.
       gradient_step: ``i32[]``, exchanges made.
       inner_opt_state: the state of the wrapped transformation.
-      acc_grads: the sum of the gradients for each worker: in the tree of the parameters, in
-        float32 or a wider dtype of the parameter, with a leading axis, of size 1 inside the mapped
-        function and of size P outside.
+      acc_grads: the sum of the gradients for each worker: in the tree of the parameters,
+        float32, with a leading axis, of size 1 inside the mapped function and of size P
+        outside.
     """
 
     mini_step: Annotated[jax.Array, SHARED]
@@ -64,6 +64,8 @@ def multi_steps(
     Raises:
       ValueError: k is less than 1.
       ValueError: at ``init``, ``tx`` has no reduction.
+      TypeError: at ``init``, complex parameters; ``optax.contrib.split_real_and_imaginary`` goes
+        around this.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_ext, sparse_collectives as sc
@@ -99,11 +101,8 @@ def multi_steps(
         k = jnp.asarray(every_k(state.gradient_step), jnp.int32)
 
         def exchange():
-            def total_of(a: jax.Array, g: jax.Array) -> jax.Array:
-                divisor = k.astype(a.dtype) if use_grad_mean else 1.0
-                return (a[0] / divisor).astype(g.dtype)
-
-            total = jax.tree.map(total_of, acc, updates)
+            divisor = k.astype(jnp.float32) if use_grad_mean else 1.0
+            total = jax.tree.map(lambda a, g: (a[0] / divisor).astype(g.dtype), acc, updates)
             return inner_tx.update(total, state.inner_opt_state, params, **extra_args)
 
         emit = state.mini_step + 1 >= k

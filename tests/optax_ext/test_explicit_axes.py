@@ -148,17 +148,20 @@ def test_a_scan_around_a_step_trains_as_the_loop(on, around):
     check_close(found, expected("sparse_adamw")[:2])
 
 
-def sharded_params(on):
-    place = {"w": P(None, "model"), "b": P("model")}
+def sharded_params(on, bias="model"):
+    place = {"w": P(None, "model"), "b": P(bias)}
     return jax.device_put(PARAMS, {name: NamedSharding(on, spec) for name, spec in place.items()})
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, slow(AxisType.Explicit)])
-def test_a_scan_around_a_step_keeps_parameters_sharded(kind):
+@pytest.mark.parametrize("bias", ["model", None])
+def test_a_scan_around_a_step_keeps_parameters_in_their_places(kind, bias):
     """On Auto axes a traced parameter has no placement, and its layout in the state has one."""
-    tx, on = TX["sparse_adamw"](), mesh((2, 2), ("data", "model"), kind)
+    tx = optax.chain(optax_ext.ok_topk(0.25, axis="data"), optax.sgd(1e-2))
+    on = mesh((2, 2), ("data", "model"), kind)
     batches = jax.tree.map(lambda *x: np.stack(x), *(batch_of(seed=i) for i in range(STEPS)))
-    start = params, state = sharded_params(on), optax_ext.init_state(tx, sharded_params(on), on)
+    params = sharded_params(on, bias)
+    start = params, state = params, optax_ext.init_state(tx, params, on)
     step = optax_ext.make_train_step(loss_fn, tx, on, donate=False)
     for i in range(STEPS):
         params, state, _ = step(params, state, batch_of(seed=i))
@@ -170,6 +173,7 @@ def test_a_scan_around_a_step_keeps_parameters_sharded(kind):
     check_close(found, (params, state))
     for got, wanted in zip(*map(jax.tree.leaves, (found, (params, state))), strict=True):
         assert got.sharding.is_equivalent_to(wanted.sharding, got.ndim)
+    step(*found, batch_of(seed=STEPS))
 
 
 @pytest.mark.slow
