@@ -19,6 +19,30 @@ PARAMS = {"w": np.full((6, 3), 0.1, np.float32)}
 X = np.random.default_rng(0).standard_normal((8, 6)).astype(np.float32)
 KEY = jax.random.key(7)
 DENSE = optax_ext.dense(axis="data")
+
+
+class Wrapped(NamedTuple):
+    key: Any
+    inner: Any
+
+
+def noisy(tx, made, parts):
+    """A transformation of a user, around ``tx`` if there is one, with a key in its state."""
+
+    def init(params):
+        return made(jax.random.key(5), tx.init(params) if tx else ())
+
+    def update(updates, state, params=None):
+        key, inner = parts(state)
+        if tx:
+            updates, inner = tx.update(updates, inner, params)
+        drawn = jax.random.normal(key, updates["w"].shape)
+        return {"w": updates["w"] + 0.1 * drawn}, made(jax.random.split(key)[0], inner)
+
+    return optax.GradientTransformation(init, update)
+
+
+IN_DICT = noisy(None, lambda key, _: {"key": key}, lambda state: (state["key"], ()))
 NOISY = {
     "noisy_sgd": optax.chain(DENSE, optax.noisy_sgd(0.05, key=3)),
     "typed key": optax.chain(DENSE, optax.add_noise(0.1, 0.5, jax.random.key(3)), optax.sgd(0.1)),
@@ -26,6 +50,8 @@ NOISY = {
     "groups": optax.partition(
         {"w": optax.chain(DENSE, optax.add_noise(0.1, 0.5, 3), optax.sgd(0.1))}, {"w": "w"}
     ),
+    "wrapper": noisy(optax.chain(DENSE, optax.sgd(0.1)), Wrapped, tuple),
+    "dictionary": optax.chain(DENSE, IN_DICT),
     "named": optax.named_chain(("sum", DENSE), ("noise", optax.add_noise(0.1, 0.5, 3))),
 }
 
@@ -90,13 +116,28 @@ class Carried(NamedTuple):
     key: Any
 
 
-@pytest.mark.parametrize("made", [TrainState, Carried, lambda *fields: fields])
+class Aux(NamedTuple):
+    dropout: Any
+
+
+MADE = {
+    "dataclass": TrainState,
+    "named tuple": Carried,
+    "tuple": lambda *fields: fields,
+    "dictionary": lambda params, state, key: {"a": params, "b": state, "c": key},
+    "part": lambda params, state, key: (params, state, Aux(key)),
+    "part of a dictionary": lambda p, state, key: {"a": p, "opt_state": state, "z": Aux(key)},
+}
+
+
+@pytest.mark.parametrize("made", MADE.values(), ids=MADE)
 def test_a_key_that_the_training_carries_is_a_workers_own(made):
     tx = NOISY["typed key"]
 
     @optax_ext.data_parallel
     def step(carried, x):
         params, state, key = jax.tree.leaves(carried, is_leaf=lambda x: x is not carried)
+        (key,) = jax.tree.leaves(key)
         params, state = stepped(tx, params, state, x)
         return made(params, state, key), jax.random.uniform(key)
 
