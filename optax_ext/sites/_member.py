@@ -57,13 +57,20 @@ class _Owed(NamedTuple):
     now: np.ndarray
 
 
+class _Ended(NamedTuple):
+    """What a round trip has found, and the error with which it ended after that."""
+
+    found: Found
+    error: TimeoutError | None = None
+
+
 class Member:
     """Takes part in the rounds of a run.
 
     Attributes:
       number: the round that it takes part in next.
       params: ``f32[n]``, the shared parameters.
-      shown: ``f32[n]``, the shared parameters after the last call that returned.
+      shown: ``f32[n]``, the shared parameters after the last call.
       last: the last round that it applied.
     """
 
@@ -82,7 +89,7 @@ class Member:
         self._pool, self._snapshots = pool(1, "round"), pool(1, "snapshot")
         # The newest snapshot that was not stored yet.
         self._unstored: collections.deque[Snapshot] = collections.deque(maxlen=1)
-        self._pending: concurrent.futures.Future[Found] | None = None
+        self._pending: concurrent.futures.Future[_Ended] | None = None
         self._unsent = 0
         # Tokens of a call that has failed, which is made again with them.
         self._failed = 0
@@ -130,9 +137,11 @@ class Member:
                 vector = self._owed.now + (given - self._owed.given)
         self._moved(vector)
         self._owed = _Owed(given, vector)
-        vector = call(vector)
+        try:
+            vector = call(vector)
+        finally:
+            self.shown = self.params.copy()
         self._owed, self._failed = None, 0
-        self.shown = self.params.copy()
         return vector
 
     def _exchanged(self, vector: np.ndarray, tokens: int, wait: bool) -> np.ndarray:
@@ -150,7 +159,7 @@ class Member:
             return vector
         began = time.monotonic()
         try:
-            found = self._pending.result()
+            found, error = self._pending.result()
         except Exception:
             self._pending = None
             raise
@@ -159,6 +168,8 @@ class Member:
         now = _parameter_change.finite_sum(self.params, moved)
         if self._owed is not None:
             self._owed = self._owed._replace(now=now)
+        if error is not None:
+            raise error
         return now
 
     def close(self) -> None:
@@ -186,11 +197,11 @@ class Member:
             self._put, self._given_up = _Put(number, self._unsent, body, base), False
         self._pending = self._pool.submit(self._round_trip, number, base, self._put)
 
-    def _round_trip(self, number: int, base: str, put: _Put) -> Found:
+    def _round_trip(self, number: int, base: str, put: _Put) -> _Ended:
         """Puts the payload into the round that is open, and waits until that is closed."""
         found = self._patiently(self._run.look, number, base)
         if self._is_delivered(put, found, number):
-            return found
+            return _Ended(found)
         number, params, delivered = found.snapshot or Snapshot(number, self.params, self._delivered)
         others = frozenset(site for site, (_, at) in delivered.items() if at == number - 1)
         if found.snapshot is not None or found.rounds:
@@ -202,14 +213,17 @@ class Member:
             number, base = number + len(found.rounds), digest_of(params)
         if put.number < number:
             self._put = put = put._replace(number=number, base=base)
-        others |= self._patiently(self._run.late, number - 1, others)
-        self._patiently(self._run.put, number, put.body, put.tokens, put.base)
-        began = time.monotonic()
-        self._patiently(self._run.wait, number, others, self._give_up, began)
-        after = self._patiently(self._run.look, number, base)
+        try:
+            others |= self._patiently(self._run.late, number - 1, others)
+            self._patiently(self._run.put, number, put.body, put.tokens, put.base)
+            began = time.monotonic()
+            self._patiently(self._run.wait, number, others, self._give_up, began)
+            after = self._patiently(self._run.look, number, base)
+        except TimeoutError as error:
+            return _Ended(found, error)
         if after.snapshot is not None:
-            return after
-        return Found(found.snapshot, found.rounds + after.rounds)
+            return _Ended(after)
+        return _Ended(Found(found.snapshot, found.rounds + after.rounds))
 
     def _is_delivered(self, put: _Put, found: Found, at: int) -> bool:
         """Whether rounds that this site has not applied yet, before round ``at``, have it."""

@@ -191,7 +191,8 @@ class Site:
 
         Raises:
           ValueError: as :meth:`exchange`.
-          TimeoutError: as :meth:`exchange`; this site may not end yet.
+          TimeoutError: as :meth:`exchange`. If no other site is left, a ``quorum`` above 1 is never
+            there; this site may then end, and its last update is lost.
         """
         vector = self._model.flat(_processes.whole(params))
         return self._after(lambda member: member.finish(vector), params)
@@ -208,7 +209,12 @@ class Site:
             assert self._member is not None
             return call(self._member), self._known()
 
-        vector, self._state = _processes.of_first(called)
+        try:
+            vector, self._state = _processes.of_first(called)
+        except TimeoutError:
+            # It may have applied rounds before.
+            self._state = _processes.of_first(self._known)
+            raise
         return _processes.placed(self._model.tree(vector), params)
 
     def _known(self) -> _State:
