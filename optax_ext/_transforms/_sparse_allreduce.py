@@ -75,6 +75,9 @@ def sparse_allreduce(
     bounded by the gradients, so only the gradients are
     checked, and the square of a larger gradient would stay in its second moment indefinitely.
 
+    With ``drop`` a ``local`` transformation gets 0 for such a gradient, and a ``correction`` leaves
+    the velocity of the entry as it is.
+
     ``skipped``, ``dropped`` and ``withheld`` of the state count these cases. Dense leaves and
     dense steps have no residual: an entry whose sum is not finite is left out, and counts
     as ``dropped``. (A sparse allreduce sums such that nothing overflows.)
