@@ -94,11 +94,8 @@ def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
 
 def check_size(size: int) -> int:
     """The length of a buffer, which must be within the range of an int32 index."""
-    if isinstance(size, bool) or not isinstance(size, numbers.Integral):
-        from jax import export  # Slow to import, and only needed here.
-
-        if not export.is_symbolic_dim(size):
-            raise TypeError(f"size must be an integer, the length of a vector, got {size!r}.")
+    if not _is_length(size):
+        raise TypeError(f"size must be an integer, the length of a vector, got {size!r}.")
     if size < 1:
         raise ValueError(
             f"size must be at least 1, got {size}. An empty buffer has nothing to select."
@@ -109,6 +106,14 @@ def check_size(size: int) -> int:
             "are int32. Split the parameters into several buffers."
         )
     return size
+
+
+def _is_length(size: Any) -> bool:
+    if isinstance(size, numbers.Integral):
+        return not isinstance(size, bool)
+    from jax import export  # Slow to import, and only needed here.
+
+    return export.is_symbolic_dim(size)
 
 
 def check_is_array(name: str, x: Any) -> None:

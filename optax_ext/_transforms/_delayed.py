@@ -48,8 +48,7 @@ def delayed(tx: optax.GradientTransformation) -> optax.GradientTransformationExt
 
     Raises:
       ValueError: at ``init``, ``tx`` has no reduction.
-      TypeError: at ``init``, complex parameters; ``optax.contrib.split_real_and_imaginary`` goes
-        around this.
+      TypeError: at ``init``, complex parameters without ``split_real_and_imaginary`` around all.
       TypeError: at ``update``, the state was made without the delay.
 
     Example:

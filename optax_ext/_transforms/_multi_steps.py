@@ -64,8 +64,7 @@ def multi_steps(
     Raises:
       ValueError: k is less than 1.
       ValueError: at ``init``, ``tx`` has no reduction.
-      TypeError: at ``init``, complex parameters; ``optax.contrib.split_real_and_imaginary`` goes
-        around this.
+      TypeError: at ``init``, complex parameters without ``split_real_and_imaginary`` around all.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_ext, sparse_collectives as sc

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax import export
 
 import sparse_collectives as sc
 from sparse_collectives import _data
@@ -131,6 +132,16 @@ def test_several_vectors_become_rows():
 
 def coo_of(coo, *at):
     return sc.PaddedCOO(coo.values[at], coo.indices[at], coo.size)
+
+
+def test_the_length_may_be_a_dimension_that_a_program_is_exported_with():
+    (size,) = export.symbolic_shape("n", constraints=["n >= 8", "n <= 1000"])
+
+    def summed(x):
+        return sc.PaddedCOO.from_pairs(jnp.array([7, 7]), x[:2], x.shape[0]).to_dense()
+
+    exported = export.export(jax.jit(summed))(jax.ShapeDtypeStruct((size,), jnp.float32))
+    assert exported.call(jnp.arange(1.0, 10)).tolist() == [0] * 7 + [3, 0]
 
 
 @pytest.mark.parametrize("size", [5.0, True, "5"])
