@@ -1,6 +1,7 @@
 """Sites of the tests, in threads of one process and over a store in memory."""
 
 import concurrent.futures
+import threading
 from typing import Any
 
 import jax.numpy as jnp
@@ -50,6 +51,23 @@ def together(*calls: Any) -> list[Any]:
 def stored(of: sites.Site) -> None:
     """Waits until the snapshots of a site are stored."""
     of._member._snapshots.submit(int).result()
+
+
+def slow_payloads(of: sites.Site) -> tuple[threading.Event, threading.Event]:
+    """Events: a payload of the site is on its way, and it may arrive, which the caller sets."""
+    begins, arrives = threading.Event(), threading.Event()
+    store = of._member._run.store
+    create = store.create
+
+    def slow(name: str, data: bytes) -> bool:
+        if "payload" in name:
+            begins.set()
+            # A test that fails before it sets the event ends too.
+            arrives.wait(60)
+        return create(name, data)
+
+    store.create = slow
+    return begins, arrives
 
 
 def catch_up(of: sites.Site) -> None:

@@ -1,7 +1,6 @@
 """Sites that are late, away, asleep or different return, and lose nothing."""
 
 import functools
-import threading
 import time
 
 import numpy as np
@@ -18,6 +17,7 @@ from tests.sites.helpers import (
     memory,
     moved,
     site,
+    slow_payloads,
     stored,
     together,
     waiting,
@@ -67,15 +67,9 @@ def test_a_site_that_is_slower_is_delivered_at_every_call(turns, wait, snapshot_
 def test_one_whose_payload_came_too_late_is_expected_in_the_next_round():
     store = memory()
     late, other = (site(store, x, density=1.0, grace=30.0) for x in ("late", "other"))
-    arrives, create = threading.Event(), late._member._run.store.create
-
-    def slow(name, data):
-        if "payload" in name:
-            arrives.wait(60)
-        return create(name, data)
-
-    late._member._run.store.create = slow
+    begins, arrives = slow_payloads(late)
     mine = late.exchange(moved(PARAMS, 0, 1), tokens=1)
+    assert begins.wait(60)
     theirs = other.exchange(moved(PARAMS, 0), tokens=1, wait=True)
     arrives.set()
     mine = late.finish(mine)
@@ -356,15 +350,9 @@ def test_a_payload_that_comes_after_its_round_was_removed_forks_no_run():
     """The round has no list any more, and the rounds after it are there."""
     store = memory()
     late, other = (site(store, x, density=1.0, grace=0.0, snapshot_every=1) for x in "ab")
-    arrives, create = threading.Event(), late._member._run.store.create
-
-    def slow(name, data):
-        if "payload" in name:
-            arrives.wait(60)
-        return create(name, data)
-
-    late._member._run.store.create = slow
+    begins, arrives = slow_payloads(late)
     mine = late.exchange(moved(PARAMS, 5), tokens=1)
+    assert begins.wait(60)
     theirs = other.params
     for step in range(2):
         theirs = other.exchange(moved(theirs, step), tokens=1, wait=True)
