@@ -81,10 +81,11 @@ def admit(axis: AxisName, params: Any, opt_state: Any, holds: jax.Array) -> tupl
         return jnp.where(mine, x, shared(x))
 
     def learned(x: jax.Array) -> jax.Array:
-        if not jnp.issubdtype(x.dtype, jnp.floating):
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
             # A step count, or the key of a generator.
             return kept(x)
-        total = lax.psum(jnp.where(mine, x, jnp.zeros_like(x)).astype(jnp.float32), axis)
+        wide = jnp.where(mine, x, jnp.zeros_like(x)).astype(jnp.promote_types(x.dtype, "float32"))
+        total = lax.psum(wide, axis)
         return jnp.where(mine, x, (total / holders).astype(x.dtype))
 
     def of(known: _index.Leaf, x: jax.Array) -> jax.Array:
@@ -129,6 +130,8 @@ def _words(x: jax.Array) -> jax.Array:
         x = jax.random.key_data(x)
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint32)
+    if jnp.iscomplexobj(x):
+        return jnp.stack([_words(x.real), _words(x.imag)])
     size = x.dtype.itemsize
     bits = lax.bitcast_convert_type(x, {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}[size])
     return bits if size > 2 else bits.astype(jnp.uint32)
@@ -140,6 +143,8 @@ def _from_words(words: jax.Array, like: jax.Array) -> jax.Array:
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(like))
     if like.dtype == jnp.bool_:
         return words.astype(jnp.bool_)
+    if jnp.iscomplexobj(like):
+        return lax.complex(*(_from_words(x, like.real) for x in words))
     small = {1: jnp.uint8, 2: jnp.uint16}.get(like.dtype.itemsize)
     words = words if small is None else words.astype(small)
     return lax.bitcast_convert_type(words, like.dtype)
