@@ -1,5 +1,6 @@
 """The part of a total that is applied: the mean, within the limit and the dtypes of the leaves."""
 
+import math
 from typing import Any
 
 import jax
@@ -41,38 +42,64 @@ def mean_of(
       The mean; the part that this worker keeps, as :attr:`Kept.rounding`; ``i32[]``, the number of
       entries that are too large for their leaves.
     """
-    workers, shards = transport.axis_size(axis), transport.axis_size(shard_axis)
-    narrow, whole = narrows(layout), not rounds(layout, limit)
-    saturated = jnp.zeros((), jnp.int32)
+    workers = transport.axis_size(axis)
 
-    def applied(mean, index):
-        """The applied and the unapplied part of the mean, and how many entries saturate."""
-        kept, count = _limited(mean, limit), saturated
-        if narrow:
-            kept, large = held(kept, index, layout, saturate=saturates)
-            count = jnp.sum(large & saturates, dtype=jnp.int32)
-        # By policy the update has the numbers that are not finite; nothing of them can be kept.
-        off = jnp.where(jnp.isfinite(kept), mean - kept, 0.0) * jnp.float32(shards)
-        return kept, off, count
-
-    def place(local, size):
-        """The position of an entry of this shard in the whole buffer."""
-        return local + transport.axis_index(shard_axis) * size if shard_axis else local
+    def part(mean: jax.Array, index: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+        return _part_of(
+            mean, index, layout, shard_axis=shard_axis, limit=limit, saturates=saturates
+        )
 
     if not isinstance(total, PaddedCOO):
-        size = total.shape[0]
         mean = total.astype(jnp.float32) / workers
-        if whole:
-            return mean, (), saturated
-        everywhere = jnp.arange(size, dtype=jnp.int32)
-        return applied(mean, place(everywhere, size) if shard_axis else None)
+        if not rounds(layout, limit):
+            return mean, (), jnp.zeros((), jnp.int32)
+        return part(mean, None)
     size = total.size
     values, rounding = total.values.astype(jnp.float32) / workers, ()
-    if not whole:
-        index = jnp.where(total.indices < size, place(total.indices, size), -1)
-        values, off, saturated = applied(values, index)
+    saturated = jnp.zeros((), jnp.int32)
+    if rounds(layout, limit):
+        values, off, saturated = part(values, total.indices)
         rounding = PaddedCOO(off, total.indices, size)
     return to_dense(PaddedCOO(values, total.indices, size)), rounding, saturated
+
+
+def in_leaves(
+    mean: jax.Array, layout: _layout.TreeLayout, *, shard_axis: AxisName, saturates: bool
+) -> tuple[jax.Array, Any, jax.Array]:
+    """As :func:`mean_of`, for the mean of a whole buffer, or a shard of it, without a limit."""
+    if not narrows(layout):
+        return mean, (), jnp.zeros((), jnp.int32)
+    return _part_of(mean, None, layout, shard_axis=shard_axis, limit=None, saturates=saturates)
+
+
+def _part_of(
+    mean: jax.Array,
+    index: jax.Array | None,
+    layout: _layout.TreeLayout,
+    *,
+    shard_axis: AxisName,
+    limit: jax.Array | None,
+    saturates: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The part of a mean that is applied, as :func:`mean_of`, for means ``f32[m]`` at an index.
+
+    An index is a position in the shard, from the size of the shard on for an empty slot; None:
+    ``mean`` is the whole shard.
+    """
+    kept, saturated = _limited(mean, limit), jnp.zeros((), jnp.int32)
+    if narrows(layout):
+        shards = transport.axis_size(shard_axis)
+        size = math.ceil(layout.size / shards)
+        if shard_axis and index is None:
+            index = jnp.arange(size, dtype=jnp.int32)
+        if index is not None:
+            first = transport.axis_index(shard_axis) * size if shard_axis else 0
+            index = jnp.where(index < size, index + first, -1)
+        kept, large = held(kept, index, layout, saturate=saturates)
+        saturated = jnp.sum(large & saturates, dtype=jnp.int32)
+    # By policy the update has the numbers that are not finite; nothing of them can be kept.
+    off = jnp.where(jnp.isfinite(kept), mean - kept, 0.0)
+    return kept, off * jnp.float32(transport.axis_size(shard_axis)), saturated
 
 
 def _limited(mean: jax.Array, limit: jax.Array | None) -> jax.Array:

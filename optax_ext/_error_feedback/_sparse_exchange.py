@@ -211,7 +211,8 @@ class SparseExchange:
         size = increment.shape[0]
         total = transport.psum(increment, _axes.outer_axis(axis, shard_axis))
         mean, dropped = _applied.dense_mean(self.options.nonfinite, total, workers)
-        counts = jnp.stack([jnp.sum(total != 0, dtype=jnp.int32), dropped])
+        saturated = self._in_leaves(step, mean)[2]
+        counts = jnp.stack([jnp.sum(total != 0, dtype=jnp.int32), dropped, saturated])
         counts, words = self._over_shards(counts)
         words += extend.words_of_all_reduce(size, workers // inside)
         words += extend.words_of_reduce_scatter(size * inside, inside) + extend.words_of_all_gather(
@@ -219,6 +220,7 @@ class SparseExchange:
         )
         state = step.state._replace(
             dropped=step.state.dropped + counts[1],
+            withheld=step.state.withheld + counts[2],
             info=_sparse_state.no_info()._replace(
                 selected=jnp.sum(increment != 0, dtype=jnp.int32),
                 delivered=counts[0],
@@ -227,6 +229,11 @@ class SparseExchange:
             ),
         )
         return mean, state
+
+    def _in_leaves(self, step: Accumulated, mean: jax.Array) -> tuple[jax.Array, Any, jax.Array]:
+        """The mean of a dense step, as :func:`._applied.in_leaves`."""
+        saturates, shard_axis = self.options.nonfinite != "propagate", self.allreduce.shard_axis
+        return _applied.in_leaves(mean, step.layout, shard_axis=shard_axis, saturates=saturates)
 
     def _over_shards(self, counts: jax.Array) -> tuple[jax.Array, float]:
         """The sum of a shard's counts over the shards, and its words."""
@@ -251,8 +258,13 @@ class SparseExchange:
                 # Full sums also took this worker's part of entries that others selected.
                 everywhere = jnp.ones(whole.indices.shape, jnp.bool_)
                 velocity = self.correction.mask(velocity, whole.indices, everywhere)
+        residual = _kept.with_rounding(residual, kept.rounding)
+        if step.is_dense is not None:
+            # The kept parts have no slots for a dense step. The mean of a sparse one is held as is.
+            mean, off, _ = self._in_leaves(step, mean)
+            residual = _kept.with_rounding(residual, off)
         return self.allreduce.gather(mean, step.layout.size), state._replace(
-            residual=_kept.with_rounding(residual, kept.rounding),
+            residual=residual,
             velocity=velocity,
             info=state.info._replace(arrived=jnp.sum(arrived, dtype=jnp.int32)),
         )

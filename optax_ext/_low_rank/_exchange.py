@@ -8,12 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_ext._error_feedback import _applied, _buffers, _layout, _sparse_state
+from optax_ext._error_feedback import _applied, _layout, _sparse_state
 from optax_ext._error_feedback._contract import Accumulated, Options, Reduced, WholeBuffer
 from optax_ext._error_feedback._sparse_state import SparseAllreduceState
 from optax_ext._low_rank import _factors, _matrices, _phases
 from optax_ext._low_rank._factors import Factors, times
-from optax_ext._low_rank._matrices import Matrix
 from optax_ext._low_rank._phases import Given, Product, Sum
 from sparse_collectives import _varying, extend, transport
 
@@ -120,7 +119,7 @@ class LowRankExchange(WholeBuffer):
         workers = transport.axis_size(self.options.axis)
         product, sent = self._product(given, step)
         flat = _factors.joined([times(*x) for x in zip(product.mean_left, product.mean_right)])
-        mean, rounding, saturated = self._held(flat, given.matrices)
+        mean, rounding, saturated = self._in_leaves(flat, step.layout)
         lost = [
             jnp.where(ok, 0, matrix.size)
             for ok, matrix in zip(product.fits, given.matrices, strict=True)
@@ -200,41 +199,28 @@ class LowRankExchange(WholeBuffer):
         increment = step.pending.increment[0]
         total = transport.psum(_factors.joined([increment, given.rider]), self.options.axis)
         mean, dropped = _applied.dense_mean(self.options.nonfinite, total[:size], workers)
-        narrow = any(matrix.dtype != jnp.float32 for matrix in given.matrices)
+        mean, rounding, saturated = self._in_leaves(mean, step.layout)
         lefts = _factors.left_shapes(given.matrices, self.rank)
         rights = _factors.right_shapes(given.matrices, self.rank)
         return Delivered(
             mean=mean,
-            rounding=jnp.zeros_like(mean) if narrow else (),
+            rounding=rounding,
             left=[jnp.zeros(shape, jnp.float32) for shape in lefts],
             right=[jnp.zeros(shape, jnp.float32) for shape in rights],
             factors=given.factors,
             rider=total[size:],
             dropped=dropped,
-            withheld=jnp.zeros((), jnp.int32),
+            withheld=saturated,
             selected=jnp.sum(increment != 0, dtype=jnp.int32),
             delivered=jnp.sum(total[:size] != 0, dtype=jnp.int32),
             words=jnp.float32(extend.words_of_all_reduce(size, workers)),
         )
 
-    def _held(
-        self, mean: jax.Array, matrices: Sequence[Matrix]
+    def _in_leaves(
+        self, mean: jax.Array, layout: _layout.TreeLayout
     ) -> tuple[jax.Array, Any, jax.Array]:
-        """The mean as the leaves can hold it, its rounding error, and how many entries saturate."""
-        none = jnp.zeros((), jnp.int32)
-        if all(matrix.dtype == jnp.float32 for matrix in matrices):
-            return mean, (), none
-        saturate = self.options.nonfinite != "propagate"
-        held, saturated = [], none
-        for matrix in matrices:
-            part = mean[matrix.start : matrix.start + matrix.size]
-            narrow = _buffers.narrowed(part, matrix.dtype, saturate=saturate)
-            held.append(narrow.astype(jnp.float32))
-            large = jnp.abs(part) > jnp.float32(jnp.finfo(matrix.dtype).max)
-            saturated += jnp.sum(large & saturate, dtype=jnp.int32)
-        held = _factors.joined(held)
-        # Values that are not finite are in the update, by policy, and can't be kept.
-        return held, jnp.where(jnp.isfinite(held), mean - held, 0.0), saturated
+        saturates = self.options.nonfinite != "propagate"
+        return _applied.in_leaves(mean, layout, shard_axis=(), saturates=saturates)
 
     def _keep(self, step: Accumulated, result: Delivered) -> tuple[jax.Array, SparseAllreduceState]:
         """The residual: the accumulator without the part that this worker has given away."""

@@ -16,13 +16,11 @@ class Matrix(NamedTuple):
       start: its offset in the buffer.
       rows: the product of the first dimensions of the leaf.
       cols: the product of the other dimensions.
-      dtype: the dtype of the leaf.
     """
 
     start: int
     rows: int
     cols: int
-    dtype: Any
 
     @property
     def size(self) -> int:
@@ -37,11 +35,11 @@ class Matrix(NamedTuple):
 def matrices_of(layout: TreeLayout) -> list[Matrix]:
     """The leaves that do not go dense, in the order of the buffer."""
     found, start = [], 0
-    for shape, dtype, dense in zip(layout.shapes, layout.dtypes, layout.dense, strict=True):
+    for shape, dense in zip(layout.shapes, layout.dense, strict=True):
         if dense:
             continue
         rows, cols = sides(shape)
-        found.append(Matrix(start, rows, cols, dtype))
+        found.append(Matrix(start, rows, cols))
         start += rows * cols
     return found
 

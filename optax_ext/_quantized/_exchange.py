@@ -131,11 +131,16 @@ class QuantizedExchange(WholeBuffer):
         workers = transport.axis_size(options.axis)
         total = transport.psum(step.pending.increment[0], options.axis)
         mean, dropped = _applied.dense_mean(options.nonfinite, total, workers)
+        saturates = options.nonfinite != "propagate"
+        mean, rounding, saturated = _applied.in_leaves(
+            mean, step.layout, shard_axis=(), saturates=saturates
+        )
         return Delivered(
             mean=mean,
-            kept=jnp.zeros_like(mean),
+            # A skipped step has everything in the accumulator.
+            kept=step.acc[0] if isinstance(rounding, tuple) else step.acc[0] + rounding,
             dropped=dropped,
-            withheld=jnp.zeros((), jnp.int32),
+            withheld=saturated,
             words=jnp.float32(extend.words_of_all_reduce(size, workers)),
             units=_units.following(units, _units.scales_of(units), mean),
         )

@@ -104,7 +104,7 @@ def data_parallel(
 
     @functools.partial(jax.jit, static_argnums=0, donate_argnums=1 if donate else ())
     def jitted(static: Any, kept: list[Any], batch: list[Any]) -> Any:
-        mesh, given, specs, at = static
+        mesh, given, specs, at, shared = static
         arrays = [*kept, *batch]
         axis = _find.axis_of(_joined(given, arrays))
         kinds = list(dict.fromkeys([_WHOLE, *specs]))
@@ -114,8 +114,8 @@ def data_parallel(
 
             def traced(arrays: list[Any]) -> list[Any]:
                 own, mine = _joined(given, arrays)
-                own = [_own_keys.of_worker(arg, axis) for arg in own]
-                results = step(*_in_order(own, mine, at)), list(filter(_nnx.is_module, own))
+                own = _nnx.share([_own_keys.of_worker(arg, axis) for arg in own], shared)
+                results = step(*_in_order(own, mine, at)), _nnx.nodes(own)
                 leaves, found, given_back = _split(results, _specs_of(results))
                 made[static] = given_back, [kinds.index(spec) for spec in found]
                 about.extend(zip(found, _places_of(results), strict=True))
@@ -144,13 +144,15 @@ def data_parallel(
         workers = math.prod(mesh.shape[name] for name in _axes.axis_names(axis))
         at = chosen.positions(args, workers)
         batch = [args[i] for i in at]
-        kept = [_with_numbers(arg) for i, arg in enumerate(args) if i not in at]
+        kept = [arg for i, arg in enumerate(args) if i not in at]
+        updated, shared = _nnx.nodes(kept), _nnx.shared(kept)
+        kept = list(map(_with_numbers, kept))
         one = batch[0] if len(batch) == 1 else tuple(batch)
         _batch_checks.check_global(one, mesh, args, in_rounds=False)
         _batch_checks.check_batch(one, mesh, axis)
         split = jax.tree.map(lambda _: PartitionSpec(axis), batch)
         arrays, specs, given = _split((kept, batch), (_specs_of(kept), split))
-        static = mesh, given, tuple(specs), at
+        static = mesh, given, tuple(specs), at, shared
         if static not in made:
             _host_checks.check_workers(args, mesh)
             _same_program.check(mesh, args, arguments=arrays)
@@ -168,10 +170,10 @@ def data_parallel(
         queues[mesh].add(done)
         given_back, kinds = made[static]
         left = list(map(iter, _placement.as_around(rows, args)))
-        results, modules = _joined(given_back, [next(left[kind]) for kind in kinds])
-        skipped.see((results, modules), 2)
-        for module, new in zip(filter(_nnx.is_module, args), modules, strict=True):
-            _nnx.nnx().update(module, _nnx.nnx().state(new))
+        results, new = _joined(given_back, [next(left[kind]) for kind in kinds])
+        skipped.see((results, new), 2)
+        if updated:
+            _nnx.nnx().update(updated, _nnx.nnx().state(new))
         return results
 
     return everywhere
@@ -184,15 +186,23 @@ def _in_order(kept: list[Any], batch: list[Any], at: tuple[int, ...]) -> list[An
 
 
 def _with_numbers(arg: Any) -> Any:
-    """An argument whose floats, alone or in containers of Python, are weakly typed arrays."""
-    if type(arg) in (float, complex):
+    """An argument with weakly typed arrays for its floats that are in no model.
+
+    They are alone, in containers of Python, or in an optimizer state.
+    """
+    if type(arg) in _NUMBERS:
         return jnp.asarray(arg)
-    if type(arg) in (list, tuple):
-        return type(arg)(map(_with_numbers, arg))
-    return {k: _with_numbers(x) for k, x in arg.items()} if type(arg) is dict else arg
+    if isinstance(arg, list | tuple | dict):
+        return jax.tree.map(_with_numbers, arg, is_leaf=lambda x: x is not arg)
+    if not _wrappers.reductions(arg) or not _NUMBERS & set(map(type, jax.tree.leaves(arg))):
+        return arg
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: _with_numbers(x) if "opt_state" in jax.tree_util.keystr(path) else x, arg
+    )
 
 
 _MANY = 8
+_NUMBERS = {float, complex}
 
 
 def _warn_of_constants(made: dict[Any, Any], static: Any) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import operator
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -134,8 +135,6 @@ def _nearest(
     def distance(case: tuple[int, float]) -> tuple[float, float]:
         return abs(math.log(case[0] / workers)), abs(math.log(case[1] / density))
 
-    nearest = min(cases, key=lambda case: sum(distance(case)))
-    of_workers, of_density = distance(nearest)
-    if of_workers > math.log(_WORKERS) or of_density > math.log(_DENSITY):
-        return None
-    return cases[nearest]
+    most = math.log(_WORKERS), math.log(_DENSITY)
+    near = [case for case in cases if all(map(operator.le, distance(case), most))]
+    return cases[min(near, key=lambda case: sum(distance(case)))] if near else None

@@ -40,7 +40,12 @@ DTYPES = {
     "mixed": (jnp.float32, jnp.bfloat16, jnp.float16),
 }
 # A number of first steps, or a function of the number of the step.
-DENSE_STEPS: dict[str, Any] = {"no": 0, "the first": 2, "the last": lambda step: step >= 2}
+DENSE_STEPS: dict[str, Any] = {
+    "no": 0,
+    "the first": 2,
+    "the last": lambda step: step >= 2,
+    "every other": lambda step: step % 2 == 1,
+}
 
 WITHOUT_PRODUCTS = ("raw", "bf16", "narrow16")
 SLACKS = st.sampled_from((1.25, 1.0, 2.0, math.inf))

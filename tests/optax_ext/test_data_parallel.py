@@ -3,13 +3,14 @@
 import functools
 import inspect
 import warnings
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import nnx, struct
 
 import optax_ext
 from tests.optax_ext.helpers import refused
@@ -302,3 +303,43 @@ def test_a_part_of_the_batch_may_have_a_default():
     ends = [step(PARAMS, state, X)[0], step(PARAMS, state, X, np.ones(len(X), np.float32))[0]]
     jax.tree.map(np.testing.assert_array_equal, *ends)
     refused("missing a required argument: 'x'", step, PARAMS, state, error=TypeError)
+
+
+class Held(struct.PyTreeNode):
+    """As the ``TrainState`` of flax, and without names."""
+
+    params: dict[str, jax.Array]
+    opt_state: optax.OptState
+
+
+class Pair(NamedTuple):
+    params: dict[str, jax.Array]
+    state: optax.OptState
+
+
+def parts(held):
+    return held if isinstance(held, tuple) else (held.params, held.opt_state)
+
+
+@pytest.mark.parametrize("holder", [Held, Pair])
+def test_a_rate_that_is_set_by_hand_is_traced(holder):
+    traced = []
+    rate = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+    tx = optax.chain(optax_ext.dense(axis="data"), rate)
+
+    @optax_ext.data_parallel
+    def step(held, x):
+        traced.append(held)
+        params, opt_state = parts(held)
+        grads = jax.grad(lambda params: jnp.sum(params["w"] * x.mean()))(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return holder(optax.apply_updates(params, updates), opt_state)
+
+    held = holder({"w": jnp.zeros(3)}, optax_ext.init_state(tx, {"w": jnp.zeros(3)}, MESH))
+    for k in range(3):
+        params, opt_state = parts(held)
+        opt_state[1].hyperparams["learning_rate"] = 2.0**k
+        held = step(holder(params, opt_state), np.ones((2, 3), np.float32))
+    params, _ = parts(held)
+    np.testing.assert_array_equal(params["w"], -7.0)
+    assert len(traced) == 1

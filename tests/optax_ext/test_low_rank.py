@@ -157,7 +157,11 @@ def test_propagate_passes_it_on(method):
 @one_slow
 def test_dense_steps_leave_residuals_and_factors_alone(method):
     start, found = steps_of(method, dense_steps=2)
-    assert not found.residuals[:2].any()
+    kept = matrices(found.residuals[:2])
+    assert not kept["conv"].any()
+    assert not kept["w"].any()
+    # A leaf of 16 bits leaves its rounding error.
+    assert 0 < np.abs(kept["half"]).max() <= 2.0**-7
     same(jax.tree.map(lambda x: x[1], found.state.allreduce), start.allreduce)
     expected = gradients()["w"].mean(1)[:2]
     np.testing.assert_allclose(found.updates["w"][:2, 0], expected, rtol=1e-4, atol=1e-5)

@@ -169,3 +169,14 @@ def test_steps_from_a_file_and_as_measured(tmp_path, capsys):
     near = [(7, 0.01), (9, 0.011), (9, 0.02), (9, 0.03), (65, 0.01), (64, 0.015)]
     nearest = [_option_files._nearest(cases, *case) for case in near]
     assert nearest == [1.0, 2.0, 3.0, None, None, 3.0]
+
+
+def test_measured_steps_reach_as_far_as_the_page_says():
+    for workers in range(2, 33):
+        for density in (0.0067, 0.01, 0.012, 0.015):
+            found = _option_files.read_steps(_option_files.ADAMW, workers, density)
+            assert {"ok_topk", "partitioned_topk(few)"} <= found.keys(), (workers, density)
+    for workers in (1, 2, 5, 11, 23, 47, 64, 128):
+        for density in (0.034, 0.05, 0.074):
+            found = _option_files.read_steps(_option_files.ADAMW, workers, density)
+            assert "partitioned_topk(few)" in found, (workers, density)
