@@ -1,4 +1,4 @@
-"""Dense steps after others: what waits for them arrives whole, or goes on waiting."""
+"""Dense steps after others: a residual arrives whole, or stays whole."""
 
 import jax
 import numpy as np
