@@ -74,6 +74,12 @@ def unshared(donated: Any, batch: Any) -> tuple[Any, Any]:
 
 def _unshared(leaf: Any, buffers: set[tuple[Any, int]]) -> Any:
     """``leaf``, or a copy if one of its buffers is in ``buffers``, to which its own are added."""
+    if _validation.is_key(leaf) and not isinstance(leaf, Tracer):
+        found = jax.random.key_data(leaf)
+        data = _unshared(found, buffers)
+        if data is found:
+            return leaf
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     if not _is_array(leaf):
         return leaf
     found = _buffers(leaf)
@@ -91,7 +97,7 @@ def _buffers(leaf: jax.Array) -> set[tuple[Any, int]]:
 
 
 def _is_array(leaf: Any) -> bool:
-    """Whether it is an array on devices; keys do not count."""
+    """Whether it is an array on devices; keys are not."""
     return isinstance(leaf, jax.Array) and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
 
 

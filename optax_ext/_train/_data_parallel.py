@@ -14,11 +14,12 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_ext._error_feedback import _equations
-from optax_ext._state import _batch_checks, _find, _host_checks, _nnx, _placement, _specs, _wrappers
+from optax_ext._state import _batch_checks, _find, _host_checks, _placement, _specs, _wrappers
 from optax_ext._train import (
     _ahead,
     _arrays,
     _examples,
+    _graph,
     _mapped,
     _own_keys,
     _places,
@@ -104,7 +105,7 @@ def data_parallel(
 
     @functools.partial(jax.jit, static_argnums=0, donate_argnums=1 if donate else ())
     def jitted(static: Any, kept: list[Any], batch: list[Any]) -> Any:
-        mesh, given, specs, at, shared = static
+        mesh, given, specs, at, graph = static
         arrays = [*kept, *batch]
         axis = _find.axis_of(_joined(given, arrays))
         kinds = list(dict.fromkeys([_WHOLE, *specs]))
@@ -114,10 +115,12 @@ def data_parallel(
 
             def traced(arrays: list[Any]) -> list[Any]:
                 own, mine = _joined(given, arrays)
-                own = _nnx.share([_own_keys.of_worker(arg, axis) for arg in own], shared)
-                results = step(*_in_order(own, mine, at)), _nnx.nodes(own)
+                own = [_own_keys.of_worker(arg, axis) for arg in own]
+                own, modules = _graph.inside(own, graph)
+                returned = step(*_in_order(own, mine, at))
+                results, after = (returned, modules), _graph.of_results(modules, returned)
                 leaves, found, given_back = _split(results, _specs_of(results))
-                made[static] = given_back, [kinds.index(spec) for spec in found]
+                made[static] = given_back, [kinds.index(spec) for spec in found], after
                 about.extend(zip(found, _places_of(results), strict=True))
                 return leaves
 
@@ -140,19 +143,23 @@ def data_parallel(
     @functools.wraps(step)
     def everywhere(*args: Any, **named: Any) -> Any:
         args = chosen.by_position(args, named)
+        with _graph.around(args):
+            return called(args)
+
+    def called(args: tuple[Any, ...]) -> Any:
         axis, mesh = _find.axis_of(args), _mesh_of(args)
         workers = math.prod(mesh.shape[name] for name in _axes.axis_names(axis))
         at = chosen.positions(args, workers)
         batch = [args[i] for i in at]
         kept = [arg for i, arg in enumerate(args) if i not in at]
-        updated, shared = _nnx.nodes(kept), _nnx.shared(kept)
+        graph = _graph.of_arguments(kept)
         kept = list(map(_with_numbers, kept))
         one = batch[0] if len(batch) == 1 else tuple(batch)
         _batch_checks.check_global(one, mesh, args, in_rounds=False)
         _batch_checks.check_batch(one, mesh, axis)
         split = jax.tree.map(lambda _: PartitionSpec(axis), batch)
         arrays, specs, given = _split((kept, batch), (_specs_of(kept), split))
-        static = mesh, given, tuple(specs), at, shared
+        static = mesh, given, tuple(specs), at, graph
         if static not in made:
             _host_checks.check_workers(args, mesh)
             _same_program.check(mesh, args, arguments=arrays)
@@ -168,13 +175,11 @@ def data_parallel(
         with _placement.around(mesh):
             rows, done = jitted(static, kept, batch)
         queues[mesh].add(done)
-        given_back, kinds = made[static]
+        given_back, kinds, after = made[static]
         left = list(map(iter, _placement.as_around(rows, args)))
-        results, new = _joined(given_back, [next(left[kind]) for kind in kinds])
-        skipped.see((results, new), 2)
-        if updated:
-            _nnx.nnx().update(updated, _nnx.nnx().state(new))
-        return results
+        results, modules = _joined(given_back, [next(left[kind]) for kind in kinds])
+        skipped.see((results, modules), 3)
+        return _graph.outside(modules, results, after)
 
     return everywhere
 
@@ -215,7 +220,7 @@ def _warn_of_constants(made: dict[Any, Any], static: Any) -> None:
             "data_parallel compiles the step anew, and keeps its program, whenever a constant in "
             f"its arguments changes, as now from {before!r} to {now!r}. Give what changes as an "
             "array, or as an argument of its own.",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

@@ -1,4 +1,4 @@
-"""Steps of flax nnx whose variables are at several places: as ``nnx.jit`` with one device."""
+"""Modules of flax nnx as one graph, of shared variables also: as ``nnx.jit`` with one device."""
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,13 @@ class Tied(nnx.Module):
 
 def loss_fn(model, x):
     return jnp.mean((model(x) - 3 * x) ** 2)
+
+
+def near(found, expected):
+    def compare(x, y):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+
+    jax.tree.map(compare, found, expected)
 
 
 def of_both(optimizer, model, x):
@@ -73,9 +80,7 @@ def test_a_model_inside_and_beside_its_optimizer(name, tx, monkeypatch):
     monkeypatch.setattr(optax_ext, "ahead", lambda params, _: params)
     expected = trained(nnx.jit, optax.adam(0.05))
     assert float(found[1]["calls"]) == 3
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), *(found, expected)
-    )
+    near(found, expected)
 
 
 def test_layers_draw_from_one_stream_and_bare_variables_are_updated():
@@ -101,3 +106,80 @@ def test_layers_draw_from_one_stream_and_bare_variables_are_updated():
     assert len({float(x) for each in seen for x in each}) == 3 * 3 * 4
     assert int(streams.dropout.count[...]) == 9
     assert float(steps[...]) == 3
+
+
+def untie(model):
+    model.outer.kernel = nnx.Param(model.inner.kernel[...] * 2)
+
+
+def replace(model):
+    model.outer = nnx.Linear(4, 2, rngs=nnx.Rngs(3))
+
+
+def tie(model):
+    model.outer = model.inner
+
+
+def remove(model):
+    del model.drops
+
+
+def evaluate(model):
+    model.eval()
+    model.seen = 3
+
+
+@pytest.mark.parametrize("change", [untie, replace, tie, remove, evaluate])
+def test_a_step_changes_the_structure_of_a_model(change, monkeypatch):
+    def trained(jit, tx):
+        model = Tied(nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+        @jit
+        def step(both, x):
+            model, optimizer = both["model"], both["optimizer"]
+            gradients = nnx.grad(loss_fn)(optax_ext.ahead(model, optimizer), x)
+            optimizer.update(model, gradients)
+            change(model)
+            # What a container holds is not given back.
+            both["model"] = None
+            return {"inner": model.inner, "kernel": model.inner.kernel, "model": model}
+
+        given = {"model": model, "optimizer": optimizer}
+        found = step(given, BATCH)
+        assert found["model"] is given["model"] is model
+        assert found["inner"] is model.inner
+        assert found["kernel"] is model.inner.kernel
+        return nnx.graphdef(model), nnx.as_pure(nnx.state(model, nnx.Param))
+
+    found = trained(optax_ext.data_parallel, optax_ext.with_mesh(TX, mesh(4)))
+    monkeypatch.setattr(optax_ext, "ahead", lambda params, _: params)
+    expected = trained(nnx.jit, optax.adam(0.05))
+    assert found[0] == expected[0]
+    near(found[1], expected[1])
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_returned_modules_train_on_and_donated_keys_may_be_shared(cached):
+    model = Tied(nnx.Rngs(0))
+    average = nnx.clone(model)
+    optimizer = nnx.Optimizer(model, optax_ext.with_mesh(TX, mesh(4)), wrt=nnx.Param)
+
+    @optax_ext.data_parallel(donate=True)
+    def step(model, optimizer, average, x):
+        loss, gradients = nnx.value_and_grad(loss_fn)(optax_ext.ahead(model, optimizer), x)
+        optimizer.update(model, gradients)
+        return (model, optimizer), loss, jax.random.uniform(model.drops[0].rngs())
+
+    losses, draws = [], []
+    call = nnx.cached_partial(step, model, optimizer, average) if cached else None
+    for _ in range(3):
+        if cached:
+            _, loss, drawn = call(BATCH)
+        else:
+            (model, optimizer), loss, drawn = step(model, optimizer, average, BATCH)
+        losses.append(float(loss))
+        draws.append(float(drawn))
+    assert losses[2] < losses[1] < losses[0]
+    assert len(set(draws)) == 3
+    assert model.outer.kernel is model.inner.kernel
