@@ -188,6 +188,17 @@ def dense_mean(policy: str, total: jax.Array, workers: int) -> tuple[jax.Array, 
     return jnp.where(finite, mean, 0.0), jnp.sum(~finite, dtype=jnp.int32)
 
 
+def _too_large(mean: jax.Array, runs: list[tuple[int, Any]]) -> jax.Array:
+    """How many entries of a mean are too large for their leaves."""
+    count, start = jnp.zeros((), jnp.int32), 0
+    for stop, dtype in runs:
+        if dtype != jnp.float32:
+            large = jnp.abs(mean[start:stop]) > jnp.float32(jnp.finfo(dtype).max)
+            count += jnp.sum(large, dtype=jnp.int32)
+        start = stop
+    return count
+
+
 def withhold(
     policy: str, total: PaddedCOO | jax.Array, sent: PaddedCOO, undelivered: Undelivered
 ) -> tuple[PaddedCOO | jax.Array, Undelivered, jax.Array]:
@@ -268,6 +279,8 @@ def with_dense_leaves(
         total = transport.psum(part.increment[0], options.axis)
     workers = transport.axis_size(options.axis)
     dense, dropped = dense_mean(options.nonfinite, total, workers)
+    if options.nonfinite != "propagate":
+        dropped += _too_large(dense, _buffers.dtype_runs(step.layout, dense=True))
     words = jnp.float32(extend.words_of_all_reduce(total.shape[0], workers))
     info = state.info
     state = state._replace(

@@ -65,12 +65,12 @@ def narrowed(x: jax.Array, dtype: Any, *, saturate: bool) -> jax.Array:
     return x.astype(dtype)
 
 
-def dtype_runs(layout: _layout.TreeLayout) -> list[tuple[int, Any]]:
-    """``(stop, dtype)`` of each run of leaves of one dtype, in the order of the sparse buffer."""
+def dtype_runs(layout: _layout.TreeLayout, *, dense: bool = False) -> list[tuple[int, Any]]:
+    """``(stop, dtype)`` of each run of leaves of one dtype, in the order of a buffer."""
     runs: list[tuple[int, Any]] = []
     offset = 0
     for shape, dtype, is_dense in zip(layout.shapes, layout.dtypes, layout.dense, strict=True):
-        if is_dense or not math.prod(shape):
+        if is_dense != dense or not math.prod(shape):
             continue
         offset += math.prod(shape)
         if runs and runs[-1][1] == dtype:

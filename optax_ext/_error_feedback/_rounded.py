@@ -20,7 +20,7 @@ def updates(wanted: Any, like: Any, params: Any, state: SparseAllreduceState) ->
     the mean over the workers is that error. A leaf without a residual loses it.
 
     Args:
-      wanted: the steps, in float32; a leaf in its own dtype is handed on as it is.
+      wanted: the steps, in float32.
       like: updates in the dtypes to return.
       params: the parameters.
       state: the state after the step.
@@ -30,7 +30,7 @@ def updates(wanted: Any, like: Any, params: Any, state: SparseAllreduceState) ->
     """
     leaves, treedef = jax.tree.flatten(wanted)
     each = zip(leaves, treedef.flatten_up_to(like), treedef.flatten_up_to(params), strict=True)
-    made = [_of_leaf(*x) for x in each]
+    made = [of_leaf(*x) for x in each]
     result = treedef.unflatten([update for update, _ in made])
     errors = [error for _, error in made]
     narrow = [
@@ -46,9 +46,9 @@ def updates(wanted: Any, like: Any, params: Any, state: SparseAllreduceState) ->
     return result, _returned(state, whole)
 
 
-def _of_leaf(wanted: jax.Array, like: jax.Array, parameter: Any) -> tuple[Any, Any]:
+def of_leaf(wanted: jax.Array, like: jax.Array, parameter: Any) -> tuple[jax.Array, Any]:
     """The update of a leaf, and what the parameter does not take of it; None if it takes all."""
-    if like.dtype == jnp.float32 or wanted.dtype != jnp.float32:
+    if like.dtype == jnp.float32:
         return wanted, None
     kind = jnp.finfo(like.dtype)
     before = parameter.astype(jnp.float32)

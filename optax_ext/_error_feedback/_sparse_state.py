@@ -128,7 +128,7 @@ class SparseAllreduceState(NamedTuple):
       count: ``i32[]``, steps taken, without skipped steps.
       skipped: ``i32[]``, steps skipped because of a non-finite gradient.
       dropped: ``i32[]``, entries that were left out because they, or their sum over the
-        workers, were not finite. No residual keeps them.
+        workers, were not finite, or are too large for a dense leaf. No residual keeps them.
       withheld: ``i32[]``, entries that stayed in the residuals, wholly or in part, because
         their sum was not finite or too large for the dtype of the leaf.
       missed: ``i32[1]`` for each worker, with ``every`` above 1: steps that it left out alone

@@ -18,9 +18,9 @@ def decayed(
 ) -> optax.GradientTransformationExtraArgs:
     """``sparse`` followed by weight decay, which every worker computes locally.
 
-    The state is the state of ``sparse``; a step that ``sparse`` skips decays nothing. A decay is
-    usually smaller than half a unit in the last place of a 16-bit parameter. What such a parameter
-    cannot take of its step goes back into the residuals, so that it is taken later.
+    The state is the state of ``sparse``; a step that ``sparse`` skips decays nothing. A decay, or
+    an update, is often smaller than half a unit in the last place of a 16-bit parameter. What such
+    a parameter cannot take of its step goes back into the residuals, so that it is taken later.
 
     Args:
       sparse: a :func:`sparse_allreduce` whose output are updates of the parameters.
@@ -29,16 +29,20 @@ def decayed(
       mask: True for leaves that decay, in any form that ``optax.masked`` takes. None: all leaves.
     """
     weight_decay = _options.check_hyperparameter("weight_decay", weight_decay, 0.0, float("inf"))
-    if isinstance(weight_decay, float) and not weight_decay:
-        return sparse
+    decays_some = not isinstance(weight_decay, float) or weight_decay > 0
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any):
-        if params is None:
+        if params is None and decays_some:
             raise ValueError(
                 "weight_decay needs the parameters: call tx.update(gradients, state, params)."
             )
         updates, updated = sparse.update(updates, state, params, **extra)
         new = cast(SparseAllreduceState, updated)
+        if params is None:
+            return updates, new
+        if not decays_some:
+            wanted = jax.tree.map(lambda update: update.astype(jnp.float32), updates)
+            return _rounded.updates(wanted, updates, params, new)
         stepped = (new.count - state.count).astype(jnp.float32)
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
         # Zero times infinity is not zero, and in rounds a step counts that no worker has taken.
@@ -46,9 +50,8 @@ def decayed(
         factor = jnp.where(taken, stepped * rate * weight_decay, 0.0)
 
         def decay(update, parameter, decays):
-            if not decays:
-                return update
-            return update.astype(jnp.float32) - factor * parameter.astype(jnp.float32)
+            update = update.astype(jnp.float32)
+            return update - factor * parameter.astype(jnp.float32) if decays else update
 
         wanted = jax.tree.map(decay, updates, params, _decaying(mask, params))
         return _rounded.updates(wanted, updates, params, new)

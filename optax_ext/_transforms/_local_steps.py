@@ -12,6 +12,7 @@ from optax_ext._error_feedback import (
     _groups,
     _layout,
     _roles,
+    _rounded,
     _sparse_state,
     _trace_checks,
 )
@@ -217,13 +218,17 @@ def local_steps(
             nothing = jax.tree.map(jnp.zeros_like, arrived)
             arrived = _chosen(arrives, made, parts(nothing), nothing)
             late = _chosen(arrives, parts(nothing), made, late)
-        applied = jax.tree.map(lambda u, g: u.astype(g.dtype), arrived, updates)
+        given = jax.tree.map(jnp.zeros_like, updates) if params is None else params
+        leaves, tree = jax.tree.flatten(arrived)
+        likes, places = tree.flatten_up_to(updates), tree.flatten_up_to(given)
+        taken = [_taken(*leaf) for leaf in zip(leaves, likes, places, strict=True)]
+        applied, errors = (tree.unflatten([leaf[i] for leaf in taken]) for i in range(2))
 
-        def gone(moved, update, narrow):
-            # The rounding error of a narrow leaf goes into the next round.
-            return mixing * (moved - update[None]) + (update - _in_float32(narrow))[None]
+        def gone(moved, update, error):
+            # What a narrow parameter does not take goes into the next round.
+            return mixing * (moved - update[None]) + error[None]
 
-        there = jax.tree.map(gone, state.moved, arrived, applied)
+        there = jax.tree.map(gone, state.moved, arrived, errors)
         return applied, state._replace(
             count=state.count + 1,
             moved=_chosen(arrives, parts(there), moved, state.moved),
@@ -258,6 +263,14 @@ def local_steps(
 
     # optax types a state as any pytree, which NamedTuples of arrays are at run time.
     return optax.GradientTransformationExtraArgs(cast(Any, init), cast(Any, update))
+
+
+def _taken(update: jax.Array, like: jax.Array, parameter: Any) -> tuple[jax.Array, jax.Array]:
+    """The update in the dtype of the gradient, and what the parameter does not take of it."""
+    if parameter.dtype != like.dtype:
+        parameter = jnp.zeros_like(like)
+    narrow, error = _rounded.of_leaf(update, like, parameter)
+    return narrow, jnp.zeros_like(update) if error is None else error
 
 
 def _in_float32(x: Any) -> jax.Array:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext._error_feedback import _roles
+from optax_ext._error_feedback import _buffers, _roles
 from optax_ext._error_feedback._roles import OF_WORKER, SHARED, SUMMED
 from optax_ext._state import _host_checks
 from optax_ext._state._find import accumulators, reductions
@@ -98,11 +98,24 @@ def multi_steps(
         _host_checks.check_before_accumulation(updates, state.inner_opt_state, params)
         acc = jax.tree.map(lambda a, g: a + g[None].astype(a.dtype), state.acc_grads, updates)
         k = jnp.asarray(every_k(state.gradient_step), jnp.int32)
+        divisor = k.astype(jnp.float32) if use_grad_mean else jnp.float32(1.0)
+
+        def given(a: jax.Array, g: jax.Array) -> jax.Array:
+            return _buffers.narrowed(a[0] / divisor, g.dtype, saturate=True)
 
         def exchange():
-            divisor = k.astype(jnp.float32) if use_grad_mean else 1.0
-            total = jax.tree.map(lambda a, g: (a[0] / divisor).astype(g.dtype), acc, updates)
+            total = jax.tree.map(given, acc, updates)
             return inner_tx.update(total, state.inner_opt_state, params, **extra_args)
+
+        # In units of the next sum.
+        scale = jnp.asarray(every_k(state.gradient_step + 1) if use_grad_mean else 1, jnp.float32)
+
+        def left(a: jax.Array, g: jax.Array) -> Any:
+            """What a gradient of 16 bits cannot hold of the sum, for the next one."""
+            if g.dtype == a.dtype:
+                return 0.0
+            rest = a[0] / divisor - given(a, g).astype(a.dtype)
+            return jnp.where(jnp.isfinite(rest), rest, 0.0)[None] * scale
 
         emit = state.mini_step + 1 >= k
         new_updates, inner = _branch.only_if(emit, exchange, state.inner_opt_state, scope=scope)
@@ -111,7 +124,7 @@ def multi_steps(
             gradient_step=state.gradient_step + emit.astype(jnp.int32),
             inner_opt_state=inner,
             # Not a product: 0 times infinity is not 0.
-            acc_grads=jax.tree.map(lambda a: jnp.where(emit, 0.0, a), acc),
+            acc_grads=jax.tree.map(lambda a, g: jnp.where(emit, left(a, g), a), acc, updates),
         )
 
     # optax types a state as any pytree, which NamedTuples of arrays are at run time.

@@ -75,6 +75,9 @@ def sparse_allreduce(
     bounded by the gradients, so only the gradients are
     checked, and the square of a larger gradient would stay in its second moment indefinitely.
 
+    A dense leaf has no residual: an entry whose sum is not finite is left out, and one that is too
+    large for 16 bits saturates. The state counts both as ``dropped``.
+
     With ``drop`` a ``local`` transformation gets 0 for such a gradient, and a ``correction`` leaves
     the velocity of the entry as it is.
 

@@ -212,6 +212,33 @@ def test_weight_decay_that_16_bits_round_away_is_taken_later(dtype, options):
     np.testing.assert_allclose(params + residual, wanted, atol=5e-3 if in_expectation else 2e-5)
 
 
+ROUNDS = {"every step": 1, "rounds": 4}
+
+
+@pytest.mark.parametrize("name", [*ROUNDS, "local steps"])
+def test_steps_that_16_bits_round_away_are_taken_later(name):
+    """Each step of 0.001 is less than half a unit in the last place of 1."""
+    if name in ROUNDS:
+        tx = optax_ext.sparse_sgd(1e-3, density=1.0, axis="data", every=ROUNDS[name])
+    else:
+        outer = optax.chain(optax_ext.dense(axis="data"), optax.sgd(1.0))
+        tx = optax_ext.local_steps(optax.sgd(1e-3), outer, every=2)
+    params = {"a": jnp.ones(8, jnp.bfloat16), "b": jnp.ones(3)}
+    state = optax_ext.init_state(tx, params, mesh(2))
+
+    def loss_fn(params, x):
+        return params["a"].astype(jnp.float32).sum() + params["b"].sum() + 0.0 * x.sum()
+
+    step = optax_ext.make_train_step(loss_fn, tx, mesh(2))
+    for _ in range(200):
+        params, state, _ = step(params, state, np.ones(2, np.float32))
+    waits = state.moved["a"] if name == "local steps" else state.residual[:, :8]
+    taken = params["a"].astype(jnp.float32) + waits.mean(0)
+    np.testing.assert_allclose(taken, 0.8, rtol=1e-5)
+    np.testing.assert_allclose(params["b"], 0.8, rtol=1e-4)
+    assert 0 < abs(waits).max() < 2.0**-8
+
+
 def test_weight_decay_of_a_mask_or_of_float32_leaves_no_residual():
     where = {"a": False, "b": True}
     params, residual, _ = decayed(jnp.bfloat16, 5, mask=where)

@@ -195,3 +195,27 @@ def test_a_state_made_without_the_delay_is_refused():
     ):
         wrong = optax.GradientTransformation(made.init, optax_ext.delayed(tx).update)
         refused(message, run, wrong, np.zeros((1, 2, 60), np.float32), error=TypeError)
+
+
+@pytest.mark.parametrize("mean", [True, False])
+def test_sums_that_16_bits_can_not_hold_are_handed_over_later(mean):
+    """A sum of two gradients of 40,000 is too large, and a fourth of the smallest too small."""
+    tx = optax_ext.multi_steps(
+        optax_ext.topk_a(1.0, axis="w"), lambda n: 2 + n % 2 * 2, use_grad_mean=mean
+    )
+    given = np.zeros((30, 2, 3), np.float16)
+    given[:3, :, 0] = 4e4
+    given[0, :, 1] = np.finfo(np.float16).smallest_subnormal
+    given[2, :, 2] = 1e4 + 8
+    found = run(tx, {"a": given})
+    updates = found.updates["a"][:, 0].astype(np.float64)
+    sizes = np.array([2, 4] * 5)
+    counts = np.zeros(30)
+    counts[np.cumsum(sizes) - 1] = sizes if mean else 1
+    wanted = given[:, 0].astype(np.float64).sum(0)
+    kept = found.states.acc_grads["a"][-1, 0, 0]
+    np.testing.assert_allclose((counts[:, None] * updates).sum(0) + kept, wanted, rtol=1e-6)
+    assert np.isfinite(updates).all()
+    assert found.last.skipped.tolist() == [0, 0]
+    if not mean:
+        assert updates.max() == np.finfo(np.float16).max

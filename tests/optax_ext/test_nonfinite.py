@@ -273,3 +273,5 @@ def test_narrow_leaf_that_is_dense_saturates(policy, expected):
     found = run(tx, np.full((1, 2, 4), 6e4, np.float16))
     np.testing.assert_array_equal(found.updates, np.full((1, 2, 4), expected, np.float16))
     assert found.last.skipped.tolist() == [0, 0]
+    # No residual takes the rest.
+    assert found.last.dropped.tolist() == [4 if policy == "skip" else 0] * 2
