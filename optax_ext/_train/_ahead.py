@@ -30,7 +30,7 @@ def ahead(params: Any, opt_state: Any) -> Any:
     Args:
       params: the parameters, the same on every worker; or a model of equinox, whose leaves that are
         no arrays stay as they are; or a model of flax nnx, which shares all other variables with
-        the result.
+        the result. (One that the loss creates, as ``sow`` does, is in the result alone.)
       opt_state: the state of this worker, before the step. For a model of flax nnx this is the
         ``nnx.Optimizer``.
 
