@@ -92,11 +92,11 @@ def _check_nothing_moved(params: Any, opt_state: Any) -> None:
     for leaf, most, differs in zip(jax.tree.leaves(params), largest, apart, strict=True):
         if most is None or isinstance(most, Tracer) or not most.size:
             continue
-        beyond = jnp.max(jnp.abs(most))
-        if (dtype := jnp.result_type(leaf)).itemsize < 4:
-            place = float(jnp.finfo(dtype).eps) * jnp.max(jnp.abs(leaf)).astype(jnp.float32)
-            beyond = jnp.where(jnp.any(differs != 0), beyond, beyond - place)
-        if bool(beyond > 0):
+        # Numbers, since the parameters may be on other devices than the state.
+        beyond = float(jnp.max(jnp.abs(most)))
+        if (dtype := jnp.result_type(leaf)).itemsize < 4 and not bool(jnp.any(differs != 0)):
+            beyond -= float(jnp.finfo(dtype).eps) * float(jnp.max(jnp.abs(leaf)))
+        if beyond > 0:
             first = "Apply them first, with params, opt_state = optax_ext.flush(params, opt_state)."
             if index.has_gradients:
                 first = "Take steps to the end of the round first."

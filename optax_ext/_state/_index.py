@@ -248,10 +248,11 @@ def _in_rounds(node: Any, accumulator: Any) -> list[bool]:
         if state.settings.every > 1
     ]
     inside += [state.moved for state in _wrappers.moving(node)]
-    own, parts = _wrappers.present(accumulator), list(map(_wrappers.present, inside))
+    own, parts = _wrappers.Paths(accumulator), list(map(_wrappers.Paths, inside))
     # Buckets have trees of their own.
-    whole = any(len(part) != len(own) for part in parts)
-    return [whole or any(part[i] for part in parts) for i, has in enumerate(own) if has]
+    whole = not all(part.fits(own) for part in parts)
+    reached = {path for part in parts for path in part.present}
+    return [whole or path in reached for path in own.present]
 
 
 def _declares(node: Any) -> bool:

@@ -123,10 +123,10 @@ def _shares_leaves(node: Any, part: Any) -> bool:
 
     Its moments show that. If it has none, it is for all leaves.
     """
-    own = list(map(_wrappers.present, node))
+    own = list(map(_wrappers.Paths, node))
     for state in _wholes(part):
-        had = _wrappers.present(jax.tree.unflatten(state.layout.treedef, state.layout.dense))
-        alike = [has for has in own if len(has) == len(had)]
-        if not alike or any(any(map(lambda a, b: a and b, has, had)) for has in alike):
+        had = _wrappers.Paths(jax.tree.unflatten(state.layout.treedef, state.layout.dense))
+        alike = [has for has in own if has.fits(had)]
+        if not alike or any(has.shares(had) for has in alike):
             return True
     return False

@@ -3,6 +3,8 @@
 Their decisions would depend on the gradients of one worker.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax
@@ -88,9 +90,30 @@ def is_mask(node: Any) -> bool:
     return isinstance(node, optax.MaskedNode)
 
 
-def present(tree: Any) -> list[bool]:
-    """For each leaf of the parameters whether a tree of them has it, and no mask."""
-    return [not is_mask(leaf) for leaf in jax.tree.leaves(tree, is_leaf=is_mask)]
+class Paths:
+    """The leaves that a tree of the parameters has, where masks may stand for whole subtrees.
+
+    Attributes:
+      present: the paths of the leaves, in their order.
+    """
+
+    def __init__(self, tree: Any):
+        found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_mask)[0]
+        self.present = [path for path, leaf in found if not is_mask(leaf)]
+        self._ends = {path for path, _ in found}
+        # A number next to a tree has the empty path.
+        self._prefixes = {path[:i] for path in self._ends for i in range(1, len(path))}
+
+    def fits(self, other: Paths) -> bool:
+        """Whether both may be trees of the same parameters."""
+        return all(
+            path in other._prefixes or any(path[:i] in other._ends for i in range(len(path) + 1))
+            for path in self.present
+        )
+
+    def shares(self, other: Paths) -> bool:
+        """Whether both have some leaf."""
+        return not {*self.present}.isdisjoint(other.present)
 
 
 def get_states(opt_state: Any) -> list[SparseAllreduceState]:

@@ -97,6 +97,7 @@ def exchanges(configuration: Configuration) -> Any:
     *_, ahead = program_of(configuration)
     check_ahead(configuration, states[-1], ahead(states[-1]))
     states = [by_worker(state, configuration) for state in states]
+    left = {name: np.zeros(leaf.shape[1:], np.float32) for name, leaf in given.items()}
     for t, update in enumerate(updates):
         before, after = reductions(states[t]), reductions(states[t + 1])
         update = by_worker(update, configuration)
@@ -112,18 +113,21 @@ def exchanges(configuration: Configuration) -> Any:
                 for old, new in zip(before, after, strict=True):
                     check_same(old, new)
                 continue
-            gradient = {
-                name: mean_of(leaf[t + 1 - MINI_STEPS : t + 1]) for name, leaf in given.items()
-            }
+            for name, leaf in given.items():
+                of_step = leaf[t + 1 - MINI_STEPS : t + 1]
+                gradient[name], left[name] = mean_of(of_step, left[name])
         for old, new in zip(before, after, strict=True):
             yield old, new, of_bucket(update, new), of_bucket(gradient, new)
 
 
-def mean_of(leaf: np.ndarray) -> np.ndarray:
-    """The mean over the first axis in float32, as a leaf of its dtype."""
+def mean_of(leaf: np.ndarray, left: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The mean over the first axis as a leaf of its dtype, and what that leaves of the sum."""
     with np.errstate(over="ignore", invalid="ignore"):
-        total = sum(x.astype(np.float32) for x in leaf)
-        return (total / np.float32(len(leaf))).astype(leaf.dtype)
+        total = sum((x.astype(np.float32) for x in leaf), left) / np.float32(len(leaf))
+        most = np.float32(jnp.finfo(leaf.dtype).max)
+        held = np.where(np.isfinite(total), np.clip(total, -most, most), total).astype(leaf.dtype)
+        rest = total - held.astype(np.float32)
+        return held, np.where(np.isfinite(rest), rest, 0) * np.float32(len(leaf))
 
 
 def check(configuration: Configuration) -> None:

@@ -154,7 +154,8 @@ def check(drawn: Sharded) -> None:
     found = np.asarray(node.residual).reshape(len(residuals), parts, -1)
     residuals = residuals.astype(found.dtype).reshape(found.shape)
     if rounded:
-        step = 2.0**-23 * largest
+        # In a step the mean may differ by such a bit, and the residual then rounds another number.
+        step = 2 * 2.0**-23 * largest
         if found.dtype == jnp.bfloat16:
             # One bit may choose the other neighbor in a random rounding.
             step += 2.0**-7 * np.abs(residuals.astype(np.float64)).max()

@@ -199,3 +199,16 @@ def test_with_something_legitimate_behind_it_trains_downhill(name):
     tx = optax.chain(WHOLE[name], optax.clip(0.05))
     results = train(tx, loss_fn, PARAMS, [normal((16, 6))] * 12, mesh(WORKERS))
     assert float(results[-1][2]) < float(results[1][2])
+
+
+def test_masks_of_whole_subtrees():
+    """A mask that leaves out a subtree leaves no paths of its leaves."""
+    params = {"a": {"w": jnp.zeros(4), "b": jnp.zeros(2)}, "c": {"w": jnp.zeros(3)}}
+    outer = optax.chain(optax_ext.dense(axis="data"), optax.sgd(1.0))
+    rounds = optax_ext.local_steps(optax.adam(0.1), outer, every=2)
+    for mask in ({"a": True, "c": False}, {"a": {"w": True, "b": False}, "c": False}):
+        first = optax.masked(WHOLE["sparse_sgd"], mask)
+        others = jax.tree.map(lambda x: not x, mask)
+        init(optax.chain(first, optax.masked(rounds, others)), params)
+        for inside in (mask, {"a": {"w": True, "b": True}, "c": True}):
+            refuses(optax.chain(first, optax.masked(rounds, inside)), params)
