@@ -267,7 +267,11 @@ def test_a_movement_that_is_no_rounding_error_or_of_other_parameters_is_refused(
         # The workers may have moved alike.
         moved = state._replace(moved={"a": jnp.full((workers, 7), -0.5)})
         refused("in the middle of a round", optax_ext.consolidate, params, moved)
-        optax_ext.consolidate(params, state._replace(moved={"a": jnp.full((workers, 7), 1e-4)}))
+        rounding = state._replace(moved={"a": jnp.full((workers, 7), 1e-4)})
+        optax_ext.consolidate(params, rounding)
+        # On the devices of other workers, as after a reshard.
+        there = jax.device_put(rounding, jax.devices()[-1])
+        optax_ext.consolidate(jax.device_put(params, jax.devices()[0]), there)
         for other in (
             {"a": jnp.ones(1)},
             {"a": jnp.ones((7, 1))},

@@ -172,3 +172,29 @@ def test_the_loss_stays_where_it_was(name):
             losses.append(float(np.mean(loss)))
         assert losses[29] < 0.5 * losses[0]
         assert max(losses[30:]) < 1.3 * losses[29]
+
+
+@pytest.mark.parametrize(
+    "mask", [{"a": True, "c": False}, {"a": {"w": True, "b": False}, "c": False}]
+)
+def test_accumulators_of_masked_subtrees_are_in_rounds_where_their_exchange_is(mask):
+    params = {
+        "a": {"w": jnp.zeros(4), "b": jnp.zeros(2)},
+        "c": {"w": jnp.zeros(3), "b": jnp.zeros(1)},
+    }
+    rounds = optax_ext.sparse_sgd(0.1, density=0.5, axis="data", every=2)
+    steps = optax.chain(optax_ext.topk_a(0.5, axis="data"), optax.sgd(0.1))
+    others = jax.tree.map(lambda x: not x, mask)
+    tx = optax_ext.multi_steps(
+        optax.chain(optax.masked(rounds, mask), optax.masked(steps, others)), 2
+    )
+    state = optax_ext.init_state(tx, params, {"data": 2})
+    acc_grads = jax.tree.map(jnp.ones_like, state.acc_grads)
+    fresh = optax_ext.init_state(tx, params, {"data": 1})
+    moved = optax_ext.reshard(state._replace(acc_grads=acc_grads), fresh).acc_grads
+    in_rounds = {"a": jax.tree.map(lambda _: mask["a"], params["a"]), "c": {"w": False, "b": False}}
+    if isinstance(mask["a"], dict):
+        in_rounds["a"] = mask["a"]
+    # The mean in rounds, and the sum elsewhere.
+    expected = jax.tree.map(lambda x, mean: jnp.full_like(x, 1 if mean else 2), moved, in_rounds)
+    same(moved, expected)
