@@ -139,10 +139,10 @@ def on_axes_of(mesh: Mesh, tree: Any) -> Any:
     return typed(tree, lambda found: mesh if found == auto else found)
 
 
-def as_around(tree: Any, arrays: Any) -> Any:
-    """Arrays with the explicit axes of the program, or of ``arrays``, if they are on that mesh."""
-    mesh = _explicit(_axes.ambient_mesh(), arrays)
-    return tree if mesh is None else on_axes_of(mesh, tree)
+def as_around(mesh: Mesh, arrays: Any) -> Mesh:
+    """``mesh``, or the explicit one of its devices that the program or one of the arrays is on."""
+    found = _explicit(_axes.ambient_mesh(), arrays)
+    return mesh if found is None or with_auto_axes(found) != mesh else found
 
 
 def given_of(

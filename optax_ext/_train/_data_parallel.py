@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import functools
-import math
-import warnings
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_ext._error_feedback import _equations
-from optax_ext._state import _batch_checks, _find, _host_checks, _placement, _specs, _wrappers
+from optax_ext._state import _batch_checks, _host_checks, _placement, _wrappers
 from optax_ext._train import (
     _ahead,
     _arrays,
+    _call,
     _examples,
     _graph,
     _mapped,
     _own_keys,
-    _places,
     _same_program,
     _skipped,
 )
 from sparse_collectives import AxisName, _axes, _jaxprs, _validation, transport
 
-_ARRAY, _WHOLE = object(), PartitionSpec()
+_WHOLE = PartitionSpec()
 
 
 def data_parallel(
@@ -99,46 +97,59 @@ def data_parallel(
             steps_in_flight=steps_in_flight,
         )
     chosen = _examples.Chosen(step, examples)
-    made: dict[Any, Any] = {}
+    plans: dict[Any, list[_call.Plan]] = {}
+    programs: dict[Any, _call.Program] = {}
     queues: dict[Any, _arrays.Queue] = {}
     skipped = _skipped.Watch()
 
     @functools.partial(jax.jit, static_argnums=0, donate_argnums=1 if donate else ())
-    def jitted(static: Any, kept: list[Any], batch: list[Any]) -> Any:
-        mesh, given, specs, at, graph = static
-        arrays = [*kept, *batch]
-        axis = _find.axis_of(_joined(given, arrays))
+    def jitted(program: _call.Program, kept: list[Any], batch: list[Any]) -> Any:
+        plan, specs = program.plan, list(program.plan.specs)
         kinds = list(dict.fromkeys([_WHOLE, *specs]))
 
         def of_worker(arrays: list[Any]) -> list[list[Any]]:
             about: list[Any] = []
 
             def traced(arrays: list[Any]) -> list[Any]:
-                own, mine = _joined(given, arrays)
-                own = [_own_keys.of_worker(arg, axis) for arg in own]
-                own, modules = _graph.inside(own, graph)
-                returned = step(*_in_order(own, mine, at))
-                results, after = (returned, modules), _graph.of_results(modules, returned)
-                leaves, found, given_back = _split(results, _specs_of(results))
-                made[static] = given_back, [kinds.index(spec) for spec in found], after
-                about.extend(zip(found, _places_of(results), strict=True))
-                return leaves
+                args = plan.structure.unflatten(_call.filled(program.fixed, arrays))
+                own, mine = _parted(args, plan.is_batch)
+                own = [_own_keys.of_worker(arg, plan.axis) for arg in own]
+                own, modules = _graph.inside(own, program.graph)
+                returned = step(*_joined(own, mine, plan.is_batch))
+                leaves, structure = jax.tree.flatten((returned, modules))
+                specs = jax.tree.leaves(_call.specs_of((returned, modules)))
+                found = list(itertools.compress(specs, map(_ahead.is_array, leaves)))
+                arrays, fixed = _call.split(leaves)
+                after = _graph.of_results(returned, modules)
+                program.results = structure, fixed, [kinds.index(spec) for spec in found], after
+                about.extend(zip(found, _places_of(returned, modules), strict=True))
+                return arrays
 
             # Without types: a scan that starts from zeros would be an error of types.
             closed = jax.make_jaxpr(traced)(arrays)
-            differ = _equations.varying(closed, [bool(len(spec)) for spec in specs], axis)
+            differ = _equations.varying(closed, [bool(len(spec)) for spec in specs], plan.axis)
             leaves = _jaxprs.evaluated(closed, arrays)
             found = [spec for spec, _ in about]
             if check_vma:
                 results = zip(leaves, differ, about, strict=True)
                 leaves = [
-                    _agreed(x, spec, place, axis) if own else x for x, own, (spec, place) in results
+                    _agreed(x, spec, place, plan.axis) if own else x
+                    for x, own, (spec, place) in results
                 ]
             return [[x for x, s in zip(leaves, found, strict=True) if s == kind] for kind in kinds]
 
-        run = _mapped.mapped(of_worker, mesh, (list(specs),), kinds, check_vma=False)
+        run = _mapped.mapped(of_worker, plan.mesh, (specs,), kinds, check_vma=False)
+        arrays = _joined(kept, batch, plan.in_batch)
+        if program.mesh == plan.mesh:
+            rows = run(arrays)
+        else:
+            rows = run(_typed(plan.mesh, specs, arrays))
+            rows = [
+                _typed(program.mesh, [spec] * len(row), row)
+                for spec, row in zip(kinds, rows, strict=True)
+            ]
         # The second has no other user, who might donate it, so that its end can be waited for.
-        return run(arrays), jnp.zeros(())
+        return rows, jnp.zeros(())
 
     @functools.wraps(step)
     def everywhere(*args: Any, **named: Any) -> Any:
@@ -147,137 +158,70 @@ def data_parallel(
             return called(args)
 
     def called(args: tuple[Any, ...]) -> Any:
-        axis, mesh = _find.axis_of(args), _mesh_of(args)
-        workers = math.prod(mesh.shape[name] for name in _axes.axis_names(axis))
-        at = chosen.positions(args, workers)
-        batch = [args[i] for i in at]
-        kept = [arg for i, arg in enumerate(args) if i not in at]
-        graph = _graph.of_arguments(kept)
-        kept = list(map(_with_numbers, kept))
+        leaves, structure = jax.tree.flatten(args)
+        of_kind = plans.setdefault((structure, tuple(map(_call.kind_of, leaves))), [])
+        plan = next((known for known in of_kind if known.fits(leaves)), None)
+        if plan is None:
+            plan = _call.Plan.of(args, chosen)
+            of_kind.append(plan)
+        kept, batch = _parted(args, plan.is_batch)
         one = batch[0] if len(batch) == 1 else tuple(batch)
-        _batch_checks.check_global(one, mesh, args, in_rounds=False)
-        _batch_checks.check_batch(one, mesh, axis)
-        split = jax.tree.map(lambda _: PartitionSpec(axis), batch)
-        arrays, specs, given = _split((kept, batch), (_specs_of(kept), split))
-        static = mesh, given, tuple(specs), at, graph
-        if static not in made:
+        _batch_checks.check_global(one, plan.mesh, args, in_rounds=False)
+        _batch_checks.check_batch(one, plan.mesh, plan.axis)
+        graph = _graph.of_arguments(kept)
+        arrays, fixed = _call.split(plan.with_arrays(leaves))
+        mesh = _placement.as_around(plan.mesh, arrays)
+        # Constants in the results may depend on the shapes.
+        shapes = tuple(map(_call.shape_of, arrays))
+        same = mesh, structure, plan.specs, fixed, shapes, graph and graph.structure
+        program = programs.get(same)
+        if program is None:
             _host_checks.check_workers(args, mesh)
             _same_program.check(mesh, args, arguments=arrays)
-            _warn_of_constants(made, static)
-        where = [NamedSharding(mesh, spec) for spec in specs]
-        arrays = _places.Places(where, [], where[0], sharded=False).put(arrays)
-        others = len(arrays) - sum(map(_ahead.is_array, jax.tree.leaves(batch)))
-        kept, batch = arrays[:others], arrays[others:]
+            _call.warn_of_constants(programs, structure, fixed)
+            program = _call.Program(mesh, plan, fixed, _graph.without_arrays(graph))
+            programs[same] = program
+        kept, batch = _parted(plan.put(arrays, mesh), plan.in_batch)
         if donate:
             kept, batch = _arrays.unshared(kept, batch)
         if mesh not in queues:
             queues[mesh] = _arrays.Queue(_arrays.limit(steps_in_flight or 2, mesh))
-        with _placement.around(mesh):
-            rows, done = jitted(static, kept, batch)
+        with _placement.around(plan.mesh):
+            rows, done = jitted(program, kept, batch)
         queues[mesh].add(done)
-        given_back, kinds, after = made[static]
-        left = list(map(iter, _placement.as_around(rows, args)))
-        results, modules = _joined(given_back, [next(left[kind]) for kind in kinds])
-        skipped.see((results, modules), 3)
-        return _graph.outside(modules, results, after)
+        structure, fixed, kinds, after = program.results
+        left = list(map(iter, rows))
+        leaves = _call.filled(fixed, [next(left[kind]) for kind in kinds])
+        returned, modules = structure.unflatten(leaves)
+        skipped.see((returned, modules), 3)
+        return _graph.outside(returned, leaves, after)
 
     return everywhere
 
 
-def _in_order(kept: list[Any], batch: list[Any], at: tuple[int, ...]) -> list[Any]:
-    """The arguments of a step, with the batch at the positions ``at``."""
-    others, own = iter(kept), iter(batch)
-    return [next(own if i in at else others) for i in range(len(kept) + len(batch))]
+def _parted(values: Any, of_batch: Sequence[bool]) -> tuple[list[Any], list[Any]]:
+    """The values that do not belong to the batch, and those that do."""
+    parts: tuple[list[Any], list[Any]] = [], []
+    for x, own in zip(values, of_batch, strict=True):
+        parts[own].append(x)
+    return parts
 
 
-def _with_numbers(arg: Any) -> Any:
-    """An argument with weakly typed arrays for its floats that are in no model.
-
-    They are alone, in containers of Python, or in an optimizer state.
-    """
-    if type(arg) in _NUMBERS:
-        return jnp.asarray(arg)
-    if isinstance(arg, list | tuple | dict):
-        return jax.tree.map(_with_numbers, arg, is_leaf=lambda x: x is not arg)
-    if not _wrappers.reductions(arg) or not _NUMBERS & set(map(type, jax.tree.leaves(arg))):
-        return arg
-    return jax.tree_util.tree_map_with_path(
-        lambda path, x: _with_numbers(x) if "opt_state" in jax.tree_util.keystr(path) else x, arg
-    )
+def _joined(kept: list[Any], batch: list[Any], of_batch: Sequence[bool]) -> list[Any]:
+    """The values that :func:`_parted` has taken apart."""
+    left = iter(kept), iter(batch)
+    return [next(left[own]) for own in of_batch]
 
 
-_MANY = 8
-_NUMBERS = {float, complex}
+def _typed(mesh: Any, specs: Any, arrays: Any) -> list[Any]:
+    """Traced arrays in the places of the specs, with the axis types of the mesh."""
+    places = [NamedSharding(mesh, spec) for spec in specs]
+    return list(map(jax.device_put, arrays, places))
 
 
-def _warn_of_constants(made: dict[Any, Any], static: Any) -> None:
-    """Warns at a program after several that differ in their constants only."""
-    (_, (structure, fixed), *_) = static
-    others = [given[1] for (_, given, *_) in made if given[0] == structure]
-    if len(others) == _MANY and others[-1] != fixed:
-        before, now = next((x, y) for x, y in zip(others[-1], fixed, strict=True) if x != y)
-        warnings.warn(
-            "data_parallel compiles the step anew, and keeps its program, whenever a constant in "
-            f"its arguments changes, as now from {before!r} to {now!r}. Give what changes as an "
-            "array, or as an argument of its own.",
-            stacklevel=4,
-        )
-
-
-def _split(tree: Any, specs: Any) -> tuple[list[Any], list[PartitionSpec], Any]:
-    """The arrays of a tree, their specs, and all else of it, which is static."""
-    leaves, structure = jax.tree.flatten(tree)
-    pairs = zip(leaves, jax.tree.leaves(specs), strict=True)
-    arrays = [(x, spec) for x, spec in pairs if _ahead.is_array(x)]
-    fixed = tuple(_ARRAY if _ahead.is_array(x) else x for x in leaves)
-    return [x for x, _ in arrays], [spec for _, spec in arrays], (structure, fixed)
-
-
-def _joined(given: Any, arrays: list[Any]) -> Any:
-    structure, fixed = given
-    left = iter(arrays)
-    return structure.unflatten([next(left) if x is _ARRAY else x for x in fixed])
-
-
-def _specs_of(tree: Any) -> Any:
-    """The specs of each part of a tuple alone, since ``state_specs`` fails on ``nnx.Rngs``."""
-    if type(tree) in (tuple, list):
-        return list(map(_specs_of, tree))
-    if _wrappers.reductions(tree):
-        return _specs.state_specs(tree)
-    return jax.tree.map(lambda _: _WHOLE, tree)
-
-
-def _mesh_of(args: Any) -> Any:
-    """The mesh of the optimizer state, whose parameters are whole on each device."""
-    states = _wrappers.get_states(args)
-    in_rounds = _wrappers.moving(args) or any(state.settings.every > 1 for state in states)
-    if in_rounds or any(state.layout.sharding.axes for state in states):
-        raise ValueError(
-            "data_parallel is for parameters that are whole on each device, and for exchanges at "
-            "every step: use optax_ext.make_train_step(loss_fn, tx, mesh)."
-        )
-    for x in jax.tree.leaves(_wrappers.reductions(args)):
-        if isinstance(x, Tracer):
-            raise ValueError(
-                "data_parallel compiles the step: call it outside of jax.jit, jax.lax.scan and "
-                "jax.eval_shape. A step of optax_ext.make_train_step(..., donate=False) can be "
-                "called inside of them."
-            )
-        if isinstance(getattr(x, "sharding", None), NamedSharding):
-            return _placement.with_auto_axes(x.sharding.mesh)
-    raise ValueError(
-        "the optimizer state is on no mesh. Make a new one with optax_ext.init_state(tx, params, "
-        "mesh), or give optax_ext.with_mesh(tx, mesh) to what calls tx.init. Put a restored one "
-        "on the mesh with opt_state = optax_ext.reshard(opt_state, optax_ext.init_state(tx, "
-        "params, mesh)), which keeps its residuals."
-    )
-
-
-def _places_of(results: Any) -> list[tuple[str, bool]]:
+def _places_of(returned: Any, modules: list[Any]) -> list[tuple[str, bool]]:
     """The name of each array that a step returned, and whether it belongs to the optimizer."""
     found: list[tuple[str, bool]] = []
-    returned, modules = results
     for part in [*(returned if type(returned) is tuple else [returned]), *modules]:
         leaves = jax.tree_util.tree_leaves_with_path(part)
         names = [jax.tree_util.keystr(path) for path, x in leaves if _ahead.is_array(x)]

@@ -15,13 +15,15 @@ _TAG = "optax_ext.data_parallel"
 
 
 class Graph(NamedTuple):
-    """The structure of some modules, which is static: ``nnx.GraphDef``, and where its arrays are.
+    """The structure of some modules, and where its arrays are.
 
-    A variable at several places of a tree is at the first of them.
+    Attributes:
+      structure: the ``nnx.GraphDef``, which is static.
+      state: the ``nnx.State``, with a variable at several places at the first of them.
     """
 
     structure: Any
-    paths: tuple[Any, ...]
+    state: Any
 
 
 def around(tree: Any) -> Any:
@@ -34,47 +36,63 @@ def of_arguments(kept: Any) -> Graph | None:
     return _split(nodes) if (nodes := _nodes(kept)) else None
 
 
+def without_arrays(graph: Graph | None) -> Graph | None:
+    """The graph with the paths of its variables only."""
+    return graph and Graph(
+        graph.structure, [path for path, _ in _nnx.nnx().to_flat_state(graph.state)]
+    )
+
+
 def inside(kept: Any, graph: Graph | None) -> tuple[Any, list[Any]]:
     """The arguments in the step, as the graph connects them, and their modules."""
     if graph is None:
         return kept, []
-    nodes = _merged(_nodes(kept), graph, inner=True)
+    nnx, nodes = _nnx.nnx(), _nodes(kept)
+    flat = dict(nnx.to_flat_state(nnx.state(nodes)))
+    state = nnx.from_flat_state({path: flat[path] for path in graph.state})
+    nodes = _merged(Graph(graph.structure, state), inner=True)
     return _with_nodes(kept, nodes), nodes
 
 
-def of_results(nodes: list[Any], results: Any) -> Graph | None:
-    """The graph of the modules of the arguments, and of the results, at the end of the step."""
-    found = _nodes(results)
-    return _split((nodes, found)) if nodes or found else None
+def of_results(returned: Any, nodes: list[Any]) -> Graph | None:
+    """The graph of the modules of the arguments, and of the results, at the end of the step.
+
+    Its arrays are numbers: their positions among the leaves of ``(returned, nodes)``.
+    """
+    found = _nodes(returned)
+    if not nodes and not found:
+        return None
+    at = {id(x): i for i, x in enumerate(jax.tree.leaves((returned, nodes)))}
+    structure, state = _split((nodes, found))
+    leaves, treedef = jax.tree.flatten(state)
+    return Graph(structure, (treedef, [at[id(x)] for x in leaves]))
 
 
-def outside(nodes: list[Any], results: Any, graph: Graph | None) -> Any:
+def outside(returned: Any, leaves: list[Any], graph: Graph | None) -> Any:
     """The results, after the caller's modules have become as the step has left their copies.
 
     Args:
-      nodes: these copies, the first argument of :func:`of_results`.
-      results: the second one; a module in it that the caller has is the caller's.
-      graph: what it returned.
+      returned: the results; a module in them that the caller has is the caller's.
+      leaves: all leaves, of the results and of the copies.
+      graph: the result of :func:`of_results`.
     """
     if graph is None:
-        return results
-    _, found = _merged((nodes, _nodes(results)), graph, inner=False)
-    return _with_nodes(results, found)
+        return returned
+    treedef, at = graph.state
+    _, found = _merged(
+        Graph(graph.structure, treedef.unflatten([leaves[i] for i in at])), inner=False
+    )
+    return _with_nodes(returned, found)
 
 
 def _split(nodes: Any) -> Graph:
-    nnx = _nnx.nnx()
-    with nnx.split_context(_TAG) as context:
-        structure, state = context.split(nodes)
-    return Graph(structure, tuple(path for path, _ in nnx.to_flat_state(state)))
+    with _nnx.nnx().split_context(_TAG) as context:
+        return Graph(*context.split(nodes))
 
 
-def _merged(nodes: Any, graph: Graph, inner: bool) -> Any:
-    nnx = _nnx.nnx()
-    flat = dict(nnx.to_flat_state(nnx.state(nodes)))
-    state = nnx.from_flat_state({path: flat[path] for path in graph.paths})
-    with nnx.merge_context(_TAG, inner=inner) as context:
-        return context.merge(graph.structure, state)
+def _merged(graph: Graph, inner: bool) -> Any:
+    with _nnx.nnx().merge_context(_TAG, inner=inner) as context:
+        return context.merge(*graph)
 
 
 def _nodes(tree: Any) -> list[Any]:

@@ -197,6 +197,17 @@ def test_constants_that_change_at_each_step_are_noticed_once():
     assert found.filename == __file__
 
 
+def test_constants_in_results_are_of_the_call_and_not_of_another_shape():
+    @optax_ext.data_parallel
+    def step(params, state, x):
+        return params, state, float(len(x)), f"{len(x)} examples"
+
+    state, found = TX.init(PARAMS), []
+    for n in (4, 8, 4):
+        found.append(step(PARAMS, state, X[:n])[2:])
+    assert found == [(2.0, "2 examples"), (4.0, "4 examples"), (2.0, "2 examples")]
+
+
 UNEVEN = {
     "string": ({"x": X, "name": "train"}, TypeError, r"batch\['name'\] is 'train', a str"),
     "list": ([(x, 1) for x in X], ValueError, r"batch\[0\]\[1\] is a scalar.*list of 8.*stack"),

@@ -109,7 +109,7 @@ def test_results_are_on_the_axes_of_the_arrays(which, way):
         average = jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, average, params)
         assert float(jax.jit(loss_fn)(params, batch)) > 0
         assert float(loss) > 0
-    assert len(traces) <= (1 if way == "make_train_step" else 2)
+    assert len(traces) == 1
     flushed, state = optax_ext.flush(params, state)
     assert float(jax.jit(loss_fn)(flushed, batches[0])) > 0
 
@@ -216,6 +216,25 @@ def test_data_parallel_and_sharded_parameters(sharded):
         assert {leaf.sharding.mesh for leaf in jax.tree.leaves((params, state, loss))} == {on}
         ends.append(bits((params, state, loss)))
     assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_data_parallel_moves_what_is_not_in_place_only(kind, monkeypatch):
+    on, tx, moved = mesh(kind=kind), TX["sparse_adamw"](), []
+    params, batch = jax.tree.map(jnp.array, PARAMS), batch_of(seed=0)
+    state = optax_ext.init_state(tx, params, on)
+
+    @optax_ext.data_parallel
+    def step(params, state, batch):
+        loss, gradient = jax.value_and_grad(loss_fn)(optax_ext.ahead(params, state), batch)
+        updates, state = tx.update(gradient, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    params, state, _ = step(params, state, batch)
+    put = jax.device_put
+    monkeypatch.setattr(jax, "device_put", lambda x, place: moved.append(x) or put(x, place))
+    step(params, state, batch)
+    assert len(moved) == len(jax.tree.leaves(batch))
 
 
 @pytest.mark.usefixtures("default_promotion")
