@@ -145,11 +145,14 @@ class Member:
         return vector
 
     def _exchanged(self, vector: np.ndarray, tokens: int, wait: bool) -> np.ndarray:
-        vector = self._applied(vector)
-        moved = self._moved(vector)
+        # Before anything that may fail: the call may be followed by one that gives no tokens.
         self._unsent = min(self._unsent - self._failed + tokens, MOST_TOKENS - 1)
         self._failed = tokens
-        self._begin(moved)
+        vector = self._applied(vector)
+        if self._unsent == 0:
+            # A call that failed had put all of it into a round, which was over by now.
+            return vector
+        self._begin(self._moved(vector))
         return self._applied(vector) if wait else vector
 
     def _applied(self, vector: np.ndarray) -> np.ndarray:

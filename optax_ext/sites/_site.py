@@ -168,8 +168,8 @@ class Site:
 
         Args:
           params: the parameters after this site's steps.
-          tokens: how much it has trained on since the last call that returned, such as examples;
-            at least 1, and below 2**53.
+          tokens: how much it has trained on, such as examples, since the last call of this or of
+            :meth:`finish` that returned; at least 1, and below 2**53.
           wait: whether to wait for this round, and apply it now.
 
         Returns:

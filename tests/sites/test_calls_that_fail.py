@@ -89,6 +89,7 @@ class Player:
         self.site._member._pool = Interrupted(self.site._member._pool, self)
         self.params = self.site.params
         self.total = np.zeros(SIZE)
+        self.tokens = 0
 
     def move(self):
         """A step of whole numbers, whose sums are exact in this test."""
@@ -113,17 +114,28 @@ class Player:
 
     def exchange(self, wait):
         tokens = int(self.rng.integers(1, 5))
+        self.tokens += tokens
         self.call(lambda params: self.site.exchange(params, tokens=tokens, wait=wait))
+
+    def try_and_finish(self, wait):
+        """A call that may fail, before one that returns, after which it is not made again."""
+        tokens = int(self.rng.integers(1, 5))
+        self.tokens += tokens
+        self.store.fails = 0.3
+        with contextlib.suppress(TimeoutError, KeyboardInterrupt):
+            self.params = self.site.exchange(self.params, tokens=tokens, wait=wait)
+        self.call(self.site.finish)
 
 
 def delivered(run, life, rounds):
-    """The sum of the entries of a life in the closed rounds."""
-    total = np.zeros(SIZE)
+    """The sums of the entries and of the tokens of a life in the closed rounds."""
+    total, tokens = np.zeros(SIZE), 0
     for shares in rounds:
         for share in shares:
             if share.life == life:
                 total[share.change.indices] += share.change.values
-    return total
+                tokens += share.tokens
+    return total, tokens
 
 
 def check(players, copy, initial):
@@ -144,7 +156,8 @@ def check(players, copy, initial):
         assert all(params == other for n, other in at if n == number)
     for player, _ in players:
         waits = flat(player.params) - flat(player.site.params)
-        mine = delivered(run, player.run.life, rounds[: player.site.round])
+        mine, tokens = delivered(run, player.run.life, rounds[: player.site.round])
+        assert tokens + player.site._member._unsent == player.tokens
         np.testing.assert_allclose(mine + waits, player.total, atol=1e-3)
     shared = flat(initial).astype(np.float64)
     for shares in rounds:
@@ -186,7 +199,8 @@ def test_nothing_is_lost_or_doubled(seed, monkeypatch):
         if rng.random() < 0.2:
             player.call(player.site.finish)
         else:
-            player.exchange(wait=bool(rng.random() < 0.5))
+            call = player.try_and_finish if rng.random() < 0.3 else player.exchange
+            call(wait=bool(rng.random() < 0.5))
     for player in players:
         player.store.open.set()
         player.call(player.site.finish)
