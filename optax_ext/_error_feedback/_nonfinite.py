@@ -61,13 +61,20 @@ class Pending(NamedTuple):
 
 
 def guard(
-    policy: str, parts: list[Pending], *, axis: AxisName, count: jax.Array, left_out: jax.Array
+    policy: str,
+    parts: list[Pending],
+    *,
+    axis: AxisName,
+    workers: AxisName,
+    count: jax.Array,
+    left_out: jax.Array,
 ) -> tuple[list[Pending], jax.Array | None, jax.Array]:
     """Applies a policy of :data:`POLICIES` to the pending increments.
 
     ``skip`` and ``raise`` exchange one word, and so does ``drop``; ``propagate`` costs nothing.
     ``left_out``, ``i32[]``, counts entries that were left out of the gradient before. The devices
     along ``axis`` decide together: all workers, or in a round of local steps the devices of one.
+    ``raise`` ends the step on all ``workers``, since the others would wait for one that has ended.
 
     Returns:
       The remaining increments and velocities; ``bool[]``, whether all are finite, the same
@@ -90,8 +97,10 @@ def guard(
         def tell(finite: jax.Array, step: jax.Array) -> None:
             jax.debug.callback(_raise, finite, step)
 
-        # Under vmap, with workers that decide alone, both branches run: `_raise` checks again.
-        lax.cond(finite, _nothing, tell, finite, count)
+        bad = _varying.to_varying((~finite).astype(jnp.int32), workers)
+        of_all = _sum(bad, workers) == 0
+        # Under vmap both branches may run: `_raise` checks again.
+        lax.cond(of_all, _nothing, tell, of_all, count)
     return [_without(part, ~finite) for part in parts], finite, none
 
 

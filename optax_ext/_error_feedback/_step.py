@@ -94,6 +94,7 @@ class ErrorFeedback:
             options.nonfinite,
             self._pending(loaded, state, layout),
             axis=self._who_decide(layout),
+            workers=options.axis if options.every > 1 else (),
             count=state.count,
             left_out=loaded.left_out + left_out,
         )

@@ -10,7 +10,7 @@ from optax_ext._error_feedback import _roles
 from optax_ext._error_feedback._roles import OF_WORKER, SHARED, SUMMED
 from optax_ext._state import _host_checks
 from optax_ext._state._find import accumulators, reductions
-from optax_ext._state._held import held
+from optax_ext._state._held import held, proceeded
 
 
 @_roles.declared
@@ -81,10 +81,12 @@ def delayed(tx: optax.GradientTransformation) -> optax.GradientTransformationExt
             )
         _host_checks.check_before_accumulation(updates, state.inner_opt_state, params)
         before = jax.tree.map(lambda a, g: a[0].astype(g.dtype), state.acc_grads, updates)
-        new_updates, inner = inner_tx.update(before, state.inner_opt_state, params, **extra_args)
+        old = state.inner_opt_state
+        new_updates, inner = inner_tx.update(before, old, params, **extra_args)
+        made = proceeded(inner, old, "skipped").astype(jnp.int32)
         waiting = jax.tree.map(lambda a, g: g[None].astype(a.dtype), state.acc_grads, updates)
         return new_updates, state._replace(
-            gradient_step=state.gradient_step + 1, inner_opt_state=inner, acc_grads=waiting
+            gradient_step=state.gradient_step + made, inner_opt_state=inner, acc_grads=waiting
         )
 
     # optax types a state as any pytree, which NamedTuples of arrays are at run time.

@@ -11,7 +11,7 @@ from optax_ext._error_feedback import _buffers, _roles
 from optax_ext._error_feedback._roles import OF_WORKER, SHARED, SUMMED
 from optax_ext._state import _host_checks
 from optax_ext._state._find import accumulators, reductions
-from optax_ext._state._held import held
+from optax_ext._state._held import held, proceeded
 from optax_ext._transforms import _branch
 from sparse_collectives import _validation
 
@@ -49,7 +49,8 @@ def multi_steps(
     accumulators have an axis of the workers in the state, so that parameters may be scalars.
 
     A gradient that is not finite reaches the ``nonfinite`` policy of
-    :func:`sparse_allreduce` in the sum of its k mini-steps, and does not affect the next sum.
+    :func:`sparse_allreduce` in the sum of its k mini-steps, and does not affect the next sum: the
+    k gradients are skipped, by ``tx`` and not by other groups of an ``optax.partition``.
     (``optax.MultiSteps`` keeps it in its accumulators indefinitely.)
 
     Args:
@@ -118,13 +119,21 @@ def multi_steps(
             return jnp.where(jnp.isfinite(rest), rest, 0.0)[None] * scale
 
         emit = state.mini_step + 1 >= k
-        new_updates, inner = _branch.only_if(emit, exchange, state.inner_opt_state, scope=scope)
+        old = state.inner_opt_state
+        new_updates, inner = _branch.only_if(emit, exchange, old, scope=scope)
+        # What a skipped sum leaves is skipped with it.
+        kept = proceeded(inner, old, "skipped", "missed")
+        made = emit & proceeded(inner, old, "skipped")
         return new_updates, MultiStepsState(
             mini_step=jnp.where(emit, 0, state.mini_step + 1),
-            gradient_step=state.gradient_step + emit.astype(jnp.int32),
+            gradient_step=state.gradient_step + made.astype(jnp.int32),
             inner_opt_state=inner,
-            # Not a product: 0 times infinity is not 0.
-            acc_grads=jax.tree.map(lambda a, g: jnp.where(emit, left(a, g), a), acc, updates),
+            acc_grads=jax.tree.map(
+                # Not a product: 0 times infinity is not 0.
+                lambda a, g: jnp.where(emit, jnp.where(kept, left(a, g), 0.0), a),
+                acc,
+                updates,
+            ),
         )
 
     # optax types a state as any pytree, which NamedTuples of arrays are at run time.

@@ -125,7 +125,8 @@ def sparse_allreduce(
       every: H, the steps from one exchange to the next; None: 1. Between exchanges each worker
         adds its own updates to its residual and sends nothing: the program has no collective
         there, not even to agree on a skipped step. With ``nonfinite="skip"`` a worker then
-        leaves out its own step only, and ``missed`` of the state counts it. With
+        leaves out its own step only, and ``missed`` of the state counts it; ``nonfinite="raise"``
+        sends one word in each step, so that the error is on all workers. With
         ``residual(step_ahead=math.inf)`` the worker takes its gradients at its own parameters.
         These are local steps: an exchange delivers the selected entries to all workers, and the
         rest stays applied locally (McMahan et al. 2017; with error feedback Basu et al.,

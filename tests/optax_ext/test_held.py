@@ -54,6 +54,7 @@ CHAINS = {
     "injected": lambda: optax.inject_hyperparams(optax_ext.sparse_adamw)(0.1, axis="data"),
     "whole": sparse,
     "multi_steps": lambda: optax_ext.multi_steps(optax.chain(OK_TOPK(), ADAMW), 1),
+    "sparse and rounds": lambda: groups(sparse(), sparse(every=2)),
     "schedule_free": lambda: optax.contrib.schedule_free(
         optax.chain(OK_TOPK(), optax.sgd(0.1)), 0.1
     ),
@@ -96,8 +97,6 @@ def counted(opt_state):
         return dataclasses.replace(node, skipped=()) if isinstance(node, DenseState) else node
 
     kinds = SparseAllreduceState | DenseState
-    # optax_ext.multi_steps counts its exchanges also if they deliver nothing.
-    opt_state = getattr(opt_state, "inner_opt_state", opt_state)
     rest = jax.tree.map(without, opt_state, is_leaf=lambda node: isinstance(node, kinds))
     return [int(node.skipped) for node in _wrappers.reductions(opt_state)], rest
 
@@ -129,6 +128,34 @@ def test_nothing_changes_and_the_next_step_is_as_without(way, name):
     params_without, state_without, _ = step(params, state, batch(3))
     assert bits(next_params) == bits(params_without) != bits(params)
     assert bits(counted(next_state)[1]) == bits(counted(state_without)[1])
+
+
+OVER_STEPS = {
+    "multi_steps": lambda: optax_ext.multi_steps(optax.chain(OK_TOPK(), ADAMW), 2),
+    "MultiSteps": lambda: optax.MultiSteps(optax.chain(OK_TOPK(), ADAMW), 2),
+    "delayed": lambda: optax_ext.delayed(optax.chain(OK_TOPK(), ADAMW)),
+    "local_steps": lambda: optax_ext.local_steps(
+        ADAMW, optax.chain(dense(), optax.sgd(1.0)), every=2
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["multi_steps", *map(slow, list(OVER_STEPS)[1:])])
+def test_a_group_that_accumulates_over_steps_loses_none_of_them(name):
+    """Its updates are of more steps than the one that another group skips."""
+    tx, ends = groups(sparse(), OVER_STEPS[name]()), []
+    step = by_step(tx)
+    for bad in (None, 1, 2):
+        params, state = PARAMS, optax_ext.init_state(tx, PARAMS, mesh(WORKERS))
+        of_group = []
+        for number in range(4):
+            before = params
+            params, state, _ = step(params, state, batch(number, bad=number == bad))
+            assert (bits(params["b"]) == bits(before["b"])) == (number == bad)
+            of_group.append(bits(params["w"]))
+        ends.append(of_group)
+    assert ends[0] == ends[1] == ends[2]
+    assert len({*map(tuple, ends[0])}) > 1
 
 
 @pytest.mark.parametrize(

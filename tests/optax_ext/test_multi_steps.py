@@ -219,3 +219,25 @@ def test_sums_that_16_bits_can_not_hold_are_handed_over_later(mean):
     assert found.last.skipped.tolist() == [0, 0]
     if not mean:
         assert updates.max() == np.finfo(np.float16).max
+
+
+@pytest.mark.parametrize("every", [1, slow(2)])
+def test_what_16_bits_can_not_hold_of_a_sum_is_skipped_with_it(every):
+    """All workers skip it, or in rounds the one that leaves out its step."""
+    tx = optax_ext.multi_steps(
+        optax_ext.topk_a(1.0, axis="w", every=every, local=optax.identity()),
+        2,
+        use_grad_mean=False,
+    )
+    given = np.ones((8, 2, 3), jnp.bfloat16)
+    # 257 has too many digits, and the rest of 1e33 would be 1e30.
+    given[0, :, 0], given[0, 0, 1], given[0, 0, 2] = 256, 1e33, np.nan
+    bad, good = run(tx, {"a": given}), run(tx, {"a": given[2:]})
+    left = np.asarray(bad.states.acc_grads["a"], np.float32)
+    worker = np.array([0.0, 0.0]) if every == 1 else np.array([0.0, 1.0])
+    np.testing.assert_array_equal(left[1, ..., 0].ravel(), worker)
+    assert not left[1, 0].any()
+    if every == 1:
+        np.testing.assert_array_equal(bad.updates["a"][2:], good.updates["a"])
+        assert bad.states.gradient_step[-1].tolist() == [3, 3]
+        np.testing.assert_array_equal(bad.states.acc_grads["a"][2:], good.states.acc_grads["a"])

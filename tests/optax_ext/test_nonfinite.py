@@ -99,8 +99,11 @@ def test_propagate_hands_on_what_is_not_finite(make):
     assert found.last.withheld.tolist() == [0, 0]
 
 
-def test_raise_on_a_mesh():
-    tx = optax_ext.topk_a(0.1, axis="data", nonfinite="raise")
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_raise_on_a_mesh(every):
+    """On all workers, also in rounds: the others would wait for one that has ended."""
+    local = optax.scale(-0.1) if every > 1 else None
+    tx = optax_ext.topk_a(0.1, axis="data", nonfinite="raise", every=every, local=local)
     state = optax_ext.init_state(tx, jnp.zeros(SIZE), mesh(8))
     step, given = mapped(tx, mesh(8), state), np.ones((2, 8, SIZE), np.float32)
     given[1, 3, 5] = np.nan
