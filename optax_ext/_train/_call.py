@@ -32,8 +32,9 @@ class Plan:
       mesh: the mesh of the optimizer state, with Auto axes.
       axis: the axis of the workers.
       structure: of the arguments.
-      specs: of the leaves that are arrays.
-      in_batch: whether each of these belongs to the batch.
+      arrays: the leaves that are arrays, by their positions.
+      specs: their specs.
+      in_batch: whether each of them belongs to the batch.
       numbers: the leaves that become arrays, by their positions.
       of_state: a leaf of the optimizer state.
     """
@@ -42,11 +43,12 @@ class Plan:
     mesh: Mesh
     axis: AxisName
     structure: Any
+    arrays: tuple[int, ...]
     specs: tuple[PartitionSpec, ...]
     in_batch: tuple[bool, ...]
     numbers: tuple[int, ...]
     of_state: int
-    _places: dict[Mesh, _places.Places] = dataclasses.field(default_factory=dict)
+    _places: dict[Mesh, list[NamedSharding]] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, args: tuple[Any, ...], chosen: _examples.Chosen) -> Plan:
@@ -78,6 +80,7 @@ class Plan:
             mesh,
             axis,
             jax.tree.structure(args),
+            tuple(itertools.compress(range(len(leaves)), arrays)),
             tuple(itertools.compress(specs, arrays)),
             tuple(itertools.compress(in_batch, arrays)),
             tuple(itertools.compress(range(len(leaves)), numbers)),
@@ -108,9 +111,15 @@ class Plan:
                 PartitionSpec(*spec, *[None] * (np.ndim(x) - len(spec))) if full else spec
                 for spec, x in zip(self.specs, arrays, strict=True)
             ]
-            where = [NamedSharding(mesh, spec) for spec in specs]
-            self._places[mesh] = _places.Places(where, [], where[0], sharded=False)
-        return self._places[mesh].put(arrays)
+            self._places[mesh] = [NamedSharding(mesh, spec) for spec in specs]
+        return _places.put_leaves(arrays, self._places[mesh], self._name)
+
+    def _name(self, i: int) -> str:
+        """An array, as the argument that has it and its place there."""
+        places = self.structure.unflatten(range(self.structure.num_leaves))
+        paths = jax.tree_util.tree_leaves_with_path(places)
+        (argument, *path), _ = next(leaf for leaf in paths if leaf[1] == self.arrays[i])
+        return f"argument {argument.idx}{jax.tree_util.keystr(tuple(path))}"
 
 
 @dataclasses.dataclass(eq=False)

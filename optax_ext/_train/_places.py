@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -122,11 +122,11 @@ class Places:
 
     def put(self, params: Any) -> Any:
         """The parameters, moved to their places."""
-        return _put(params, self._params)
+        return _put(params, self._params, "params")
 
     def put_state(self, opt_state: Any) -> Any:
         """The state, moved to its place."""
-        return _put(opt_state, self._states)
+        return _put(opt_state, self._states, "opt_state")
 
     def put_batch(self, batch: Any) -> Any:
         """A batch, moved to its place if that matters."""
@@ -156,7 +156,9 @@ class Places:
         places = (
             [NamedSharding(auto, x.spec) for x in each] for each in (self._params, self._states)
         )
-        params, opt_state = map(_put, (params, opt_state), map(tuple, places))
+        params, opt_state = map(
+            _put, (params, opt_state), map(tuple, places), ("params", "opt_state")
+        )
         return params, opt_state, jax.tree.map(typed, batch)
 
     def constrain(self, results: tuple[Any, ...], others: PartitionSpec) -> tuple[Any, ...]:
@@ -170,7 +172,7 @@ class Places:
             return params, opt_state, *rest
         place = NamedSharding(self.mesh, others)
         rest = jax.tree.map(lambda x: jax.device_put(x, place), rest)
-        return _put(params, self._params), _put(opt_state, self._states), *rest
+        return self.put(params), self.put_state(opt_state), *rest
 
 
 def _check(given: Any, index: _index.Index, split: Collection[Any]) -> None:
@@ -222,9 +224,35 @@ def _is_sharded(x: Any) -> bool:
     return isinstance(placed, NamedSharding) and not placed.is_fully_replicated
 
 
-def _put(tree: Any, places: tuple[NamedSharding, ...]) -> Any:
+def put_leaves(
+    leaves: list[Any], places: Sequence[NamedSharding], name_of: Callable[[int], str]
+) -> list[Any]:
+    """Arrays, moved to their places; ``name_of`` is the name of one for an error.
+
+    Raises:
+      ValueError: an array of this process that is another one in another process.
+    """
+    placed: list[Any] = []
+    for x, place in zip(leaves, places, strict=True):
+        try:
+            placed.append(_place(x, place))
+        except AssertionError as error:
+            raise ValueError(
+                f"{name_of(len(placed))} differs between the processes, and all workers need the "
+                "same. Compute it from the same seed on all processes, or read it from the same "
+                "file. (A typed key, jax.random.key(0), is the same on all processes as well: "
+                "optax_ext.data_parallel makes another one of it for each worker.)"
+            ) from error
+    return placed
+
+
+def _put(tree: Any, places: Sequence[NamedSharding], name: str) -> Any:
     leaves, treedef = jax.tree.flatten(tree)
-    return treedef.unflatten([_place(x, place) for x, place in zip(leaves, places, strict=True)])
+
+    def name_of(i: int) -> str:
+        return name + jax.tree_util.keystr(jax.tree_util.tree_leaves_with_path(tree)[i][0])
+
+    return treedef.unflatten(put_leaves(leaves, places, name_of))
 
 
 def _constrained(tree: Any, places: tuple[NamedSharding, ...]) -> Any:

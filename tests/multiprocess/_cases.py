@@ -174,7 +174,31 @@ def refuse(mesh: Mesh, folder: Path) -> dict[str, np.ndarray]:
     with wrong if jax.process_count() > 1 else contextlib.nullcontext():
         state = optax_ext.init_state(tx, _task.first_params(), mesh)
         own_step(_task.first_params(), state, _task.batch_of(0, mesh))
+    _check_names_of_what_differs(mesh)
     return {}
+
+
+def _check_names_of_what_differs(mesh: Mesh) -> None:
+    """Errors for numbers of the same shapes that each process has for itself."""
+    tx, params, batch = _task.transformation(), _task.first_params(), _task.batch_of(0, mesh)
+    differing = {name: x + jax.process_index() for name, x in params.items()}
+    state, key = optax_ext.init_state(tx, params, mesh), jax.random.key(jax.process_index())
+
+    @optax_ext.data_parallel
+    def step(params, state, batch, rngs):
+        gradients = jax.grad(_task.loss_fn)(optax_ext.ahead(params, state), batch)
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, rngs
+
+    made = optax_ext.make_train_step(_task.loss_fn, tx, mesh)
+    for name, call in {
+        r"argument 3\['dropout'\]": lambda: step(params, state, batch, {"dropout": key}),
+        "argument 0": lambda: step(differing, state, batch, {}),
+        "params": lambda: made(differing, state, batch),
+    }.items():
+        wrong = pytest.raises(ValueError, match=f"^{name}.* differs between the processes")
+        with wrong if jax.process_count() > 1 else contextlib.nullcontext():
+            call()
 
 
 CASES = {f.__name__: f for f in (train, direct, rounds, save, resume, modules, refuse)}
