@@ -48,7 +48,8 @@ def data_parallel(
         which is the batch: its leaves are split over the workers along their leading dimension. The
         other arguments are the same on all workers, except for what the optimizer state, anywhere
         in them, keeps for each, and for typed PRNG keys (``jax.random.key``, ``nnx.Rngs``), which
-        each worker changes into its own. Keys in the optimizer state stay as they are. An older
+        each worker changes into its own (one that the step returns as it got it comes back as it
+        was). Keys in the optimizer state stay as they are. An older
         key, ``jax.random.PRNGKey``, is the same on all workers; ``jax.random.fold_in(key,
         jax.lax.axis_index(axis))`` in the step makes it a worker's own. Numbers of Python are
         traced, as by ``jax.jit``. Other leaves that are not arrays, and floats inside of modules,
@@ -113,10 +114,14 @@ def data_parallel(
             def traced(arrays: list[Any]) -> list[Any]:
                 args = plan.structure.unflatten(_call.filled(program.fixed, arrays))
                 own, mine = _parted(args, plan.is_batch)
-                own = [_own_keys.of_worker(arg, plan.axis) for arg in own]
+                given, own = own, [_own_keys.of_worker(arg, plan.axis) for arg in own]
+                pairs = zip(*map(jax.tree.leaves, (own, given)), strict=True)
+                # A key that the step leaves as it is comes back as it was.
+                before = {id(key): x for key, x in pairs if key is not x}
                 own, modules = _graph.inside(own, program.graph)
                 returned = step(*_joined(own, mine, plan.is_batch))
                 leaves, structure = jax.tree.flatten((returned, modules))
+                leaves = [before.get(id(x), x) for x in leaves]
                 specs = jax.tree.leaves(_call.specs_of((returned, modules)))
                 found = list(itertools.compress(specs, map(_ahead.is_array, leaves)))
                 arrays, fixed = _call.split(leaves)

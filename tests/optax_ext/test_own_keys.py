@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import struct
+from flax import nnx, struct
 
 import optax_ext
 
@@ -72,6 +72,28 @@ def of_each(key):
 
 def shards(x):
     return [np.asarray(shard.data) for shard in x.addressable_shards]
+
+
+def test_a_key_that_a_step_leaves_as_it_is_comes_back_as_it_was():
+    """Its worker draws by another one of its own, also in a module."""
+    model = nnx.Dropout(0.5, rngs=nnx.Rngs(3))
+    tx = optax_ext.with_mesh(optax.chain(DENSE, optax.sgd(0.1)), MESH)
+
+    @optax_ext.data_parallel
+    def step(model, params, state, x, keys):
+        drawn = jax.random.normal(keys["a"]) + jnp.sum(model(jnp.ones(64)))
+        return params, state, {"a": keys["a"], "b": jax.random.split(keys["b"])[0]}, drawn
+
+    given, state, drawn = {"a": KEY, "b": KEY}, tx.init(PARAMS), []
+    kept = jax.random.key_data(model.rngs.key[...])
+    for _ in range(2):
+        _, _, keys, total = step(model, PARAMS, state, X, given)
+        drawn.append(float(total))
+    data = jax.tree.map(jax.random.key_data, (given, keys))
+    np.testing.assert_array_equal(data[1]["a"], data[0]["a"])
+    assert (data[1]["b"] != data[0]["b"]).any()
+    np.testing.assert_array_equal(jax.random.key_data(model.rngs.key[...]), kept)
+    assert drawn[0] != drawn[1], "the module counts its draws"
 
 
 def test_a_result_of_a_key_alone_is_the_mean_over_the_workers():
