@@ -13,6 +13,7 @@ each step with ``jax.block_until_ready``.
 """
 
 import collections
+import contextlib
 import weakref
 from typing import Any
 
@@ -112,16 +113,22 @@ def limit(steps_in_flight: int | None, mesh: Mesh) -> int | None:
 
 
 class Queue:
-    """Results of the last steps; adding one waits for those that are too old."""
+    """Results of the last steps, of which so many may be pending."""
 
     def __init__(self, size: int | None):
         self._size = size
         self._results: collections.deque[Any] = collections.deque()
 
+    def wait(self) -> None:
+        """Waits until another step may be pending, before it takes over its arguments.
+
+        An error of an earlier step is in the results of that step, and is not raised here.
+        """
+        while self._size is not None and len(self._results) >= self._size:
+            with contextlib.suppress(Exception):
+                jax.block_until_ready(self._results.popleft())
+
     def add(self, result: Any) -> None:
-        """Adds the result of a step, and waits until at most ``size`` are pending."""
-        if self._size is None or isinstance(result, Tracer):
-            return
-        self._results.append(result)
-        while len(self._results) > self._size:
-            jax.block_until_ready(self._results.popleft())
+        """Adds the result of a step."""
+        if self._size is not None and not isinstance(result, Tracer):
+            self._results.append(result)

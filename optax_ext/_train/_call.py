@@ -152,6 +152,11 @@ def shape_of(array: Any) -> Any:
     return np.shape(array), getattr(array, "dtype", None) or jnp.result_type(array)
 
 
+def constant_of(leaf: Any) -> Any:
+    """What a program depends on: True is not 1.0, nor -0.0 0.0, and NaN is NaN."""
+    return type(leaf), repr(leaf) if type(leaf) in _NUMBERS else leaf
+
+
 def split(leaves: list[Any]) -> tuple[list[Any], tuple[Any, ...]]:
     """The arrays among the leaves, and all else, which is static."""
     fixed = tuple(_ARRAY if _ahead.is_array(x) else x for x in leaves)

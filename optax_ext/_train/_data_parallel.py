@@ -52,8 +52,8 @@ def data_parallel(
         was). Keys in the optimizer state stay as they are. An older
         key, ``jax.random.PRNGKey``, is the same on all workers; ``jax.random.fold_in(key,
         jax.lax.axis_index(axis))`` in the step makes it a worker's own. Numbers of Python are
-        traced, as by ``jax.jit``. Other leaves that are not arrays, and floats inside of modules,
-        are constants, as with ``eqx.filter_jit``.
+        traced, as by ``jax.jit``. Other leaves that are not arrays, bools, and floats inside of
+        modules are constants, as with ``eqx.filter_jit``.
       examples: the batch, as the names of arguments, such as ``("x", "y")``, or as the number of
         the last arguments that belong to it. None: the last argument that has more in it than
         keys and numbers, such as ``batch`` in ``step(state, batch, rng)``.
@@ -178,7 +178,8 @@ def data_parallel(
         mesh = _placement.as_around(plan.mesh, arrays)
         # Constants in the results may depend on the shapes.
         shapes = tuple(map(_call.shape_of, arrays))
-        same = mesh, structure, plan.specs, fixed, shapes, graph and graph.structure
+        constants = tuple(map(_call.constant_of, fixed))
+        same = mesh, structure, plan.specs, constants, shapes, graph and graph.structure
         program = programs.get(same)
         if program is None:
             _host_checks.check_workers(args, mesh)
@@ -191,6 +192,7 @@ def data_parallel(
             kept, batch = _arrays.unshared(kept, batch)
         if mesh not in queues:
             queues[mesh] = _arrays.Queue(_arrays.limit(steps_in_flight or 2, mesh))
+        queues[mesh].wait()
         with _placement.around(plan.mesh):
             rows, done = jitted(program, kept, batch)
         queues[mesh].add(done)

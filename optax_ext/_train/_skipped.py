@@ -6,6 +6,7 @@ the copy when the steps after it have been given to the devices as well.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any
 
@@ -38,7 +39,9 @@ class Watch:
             if now.shape == before.shape and (self._seen is not None or not now[0]):
                 self._warned = warn_if_all(now - before, stacklevel + 1)
             self._seen = now
-        self._copies = [jnp.copy(x) for x in _counters(opt_state)]
+        # Not by a program, which would be one for the mesh of jax.set_mesh.
+        copy = functools.partial(jax.device_put, may_alias=False)
+        self._copies = [copy(x, x.sharding) for x in _counters(opt_state)]
 
 
 def warn_if_all(counts: Any, stacklevel: int) -> bool:

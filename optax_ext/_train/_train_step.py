@@ -215,6 +215,7 @@ class TrainStep:
         batch = places.put_batch(batch)
         if known is None and self._donates:
             (params, opt_state), batch = _arrays.unshared((params, opt_state), batch)
+        self._queue.wait()
         try:
             with _placement.around(self._mesh):
                 results = self._step(params, opt_state, batch, places=places.if_kept)

@@ -208,6 +208,17 @@ def test_constants_in_results_are_of_the_call_and_not_of_another_shape():
     assert found == [(2.0, "2 examples"), (4.0, "4 examples"), (2.0, "2 examples")]
 
 
+@pytest.mark.parametrize(("first", "second"), [(True, 1.0), (1.0, True), (0.0, -0.0)])
+def test_constants_that_are_equal_are_not_the_same(first, second):
+    @optax_ext.data_parallel
+    def step(params, state, module, x):
+        return repr(module.rate)
+
+    state = TX.init(PARAMS)
+    for rate in (first, second, first):
+        assert step(PARAMS, state, Module(rate), X) == repr(rate)
+
+
 UNEVEN = {
     "string": ({"x": X, "name": "train"}, TypeError, r"batch\['name'\] is 'train', a str"),
     "list": ([(x, 1) for x in X], ValueError, r"batch\[0\]\[1\] is a scalar.*list of 8.*stack"),

@@ -81,6 +81,12 @@ def test_steps_that_are_skipped_among_others_are_not_named():
     assert warned("step", [GOOD] * 15 + [BAD] * 30)
 
 
+@pytest.mark.parametrize("way", ["step", "data_parallel"])
+def test_the_counters_are_read_under_any_mesh_of_the_program(way):
+    with jax.set_mesh(MESH):
+        assert warned(way, [BAD] * 30)
+
+
 def test_a_monitor_names_them_too():
     monitor = optax_ext.Monitor(lambda step, values: None, every=5)
     tx = optax_ext.topk_a(0.5, axis="data")

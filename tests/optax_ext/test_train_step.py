@@ -187,11 +187,23 @@ def test_the_limit_of_steps_in_flight_is_for_cpu():
 @pytest.mark.slow
 @pytest.mark.parametrize(("limit", "expected"), [(None, [0, 1, 2]), (1, [0, 1, 2, 3]), (4, [0])])
 def test_a_train_step_waits_for_the_losses_of_older_steps(monkeypatch, limit, expected):
-    """The oldest one beyond the limit."""
+    """Before it is launched, so that an interrupt of the wait loses no results."""
     tx, waited, wait = optax_ext.topk_a(0.5, axis="data"), [], jax.block_until_ready
     monkeypatch.setattr(jax, "block_until_ready", lambda x: (waited.append(x), wait(x))[1])
     losses = [loss for *_, loss in trained(tx, 5, steps_in_flight=limit)[1:]]
     assert [next(i for i, x in enumerate(losses) if x is y) for y in waited] == expected
+
+
+def test_an_error_of_a_step_is_in_its_own_results():
+    queue = _arrays.Queue(1)
+
+    class Failed:
+        def block_until_ready(self):
+            raise RuntimeError("a callback of this step")
+
+    queue.add(Failed())
+    queue.wait()
+    queue.wait()
 
 
 @pytest.mark.slow
