@@ -48,9 +48,9 @@ def data_parallel(
         which is the batch: its leaves are split over the workers along their leading dimension. The
         other arguments are the same on all workers, except for what the optimizer state, anywhere
         in them, keeps for each, and for typed PRNG keys (``jax.random.key``, ``nnx.Rngs``), which
-        each worker changes into its own (one that the step returns as it got it comes back as it
-        was). Keys in the optimizer state stay as they are. An older
-        key, ``jax.random.PRNGKey``, is the same on all workers; ``jax.random.fold_in(key,
+        each worker changes into its own. A key that the step leaves as it is comes back as it was,
+        and keys in the optimizer state stay as they are. An older key,
+        ``jax.random.PRNGKey``, is the same on all workers; ``jax.random.fold_in(key,
         jax.lax.axis_index(axis))`` in the step makes it a worker's own. Numbers of Python are
         traced, as by ``jax.jit``. Other leaves that are not arrays, bools, and floats inside of
         modules are constants, as with ``eqx.filter_jit``.
