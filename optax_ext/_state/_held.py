@@ -68,9 +68,11 @@ def held(tx: optax.GradientTransformation) -> Held:
         def chosen(new: Any, old: Any) -> Any:
             return jax.tree.map(lambda a, b: jnp.where(proceeds, a, b), new, old)
 
-        def part(new: Any, old: Any) -> Any:
+        def part(path: Any, new: Any, old: Any) -> Any:
             if not _is_reduction(new):
-                return new if _accumulates(new) else chosen(new, old)
+                # Transformations after all groups have parts for the leaves of each.
+                goes_on = _accumulates(new) or any(path[i:] in apart for i in range(len(path)))
+                return new if goes_on else chosen(new, old)
             skipped = jnp.where(proceeds, new.skipped, old.skipped + 1)
             if len(pairs) == 1:
                 return _with(new, skipped=skipped, count=chosen(new.count, old.count))
@@ -82,7 +84,7 @@ def held(tx: optax.GradientTransformation) -> Held:
             return jnp.where(finite if path in apart else proceeds, update, nothing)
 
         updates = jax.tree_util.tree_map_with_path(applied, updates)
-        return updates, jax.tree.map(part, new, state, is_leaf=_is_part)
+        return updates, jax.tree_util.tree_map_with_path(part, new, state, is_leaf=_is_part)
 
     return Held(inner.init, cast(Any, update))
 

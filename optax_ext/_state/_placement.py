@@ -64,14 +64,25 @@ def _mesh_of(x: Any) -> Any:
 def typed(tree: Any, types: Callable[[Mesh], Mesh]) -> Any:
     """Arrays on another mesh of the same devices, in the same places."""
 
-    def one(x: Any) -> Any:
+    def place_of(x: Any) -> NamedSharding | None:
         here = getattr(x, "sharding", None)
         if isinstance(x, Tracer) or not isinstance(here, NamedSharding):
-            return x
+            return None
         mesh = types(here.mesh) if isinstance(here.mesh, Mesh) else here.mesh
-        return x if mesh == here.mesh else jax.device_put(x, NamedSharding(mesh, here.spec))
+        return None if mesh == here.mesh else NamedSharding(mesh, here.spec)
 
-    return jax.tree.map(one, tree)
+    leaves, structure = jax.tree.flatten(tree)
+    return structure.unflatten(put_together(leaves, list(map(place_of, leaves))))
+
+
+def put_together(leaves: list[Any], places: list[Any]) -> list[Any]:
+    """``leaves``, those with a place put there by one call, which takes less time than many."""
+    moved = [i for i, place in enumerate(places) if place is not None]
+    found = [*leaves]
+    given = [leaves[i] for i in moved], [places[i] for i in moved]
+    for i, x in zip(moved, jax.device_put(*given) if moved else (), strict=True):
+        found[i] = x
+    return found
 
 
 def readable(params: Any, mesh: Any) -> Any:
@@ -139,10 +150,10 @@ def on_axes_of(mesh: Mesh, tree: Any) -> Any:
     return typed(tree, lambda found: mesh if found == auto else found)
 
 
-def as_around(mesh: Mesh, arrays: Any) -> Mesh:
-    """``mesh``, or the explicit one of its devices that the program or one of the arrays is on."""
-    found = _explicit(_axes.ambient_mesh(), arrays)
-    return mesh if found is None or with_auto_axes(found) != mesh else found
+def as_around(tree: Any, arrays: Any) -> Any:
+    """Arrays with the explicit axes of the program, or of ``arrays``, if they are on that mesh."""
+    mesh = _explicit(_axes.ambient_mesh(), arrays)
+    return tree if mesh is None else on_axes_of(mesh, tree)
 
 
 def given_of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import operator
@@ -48,7 +49,6 @@ class Plan:
     in_batch: tuple[bool, ...]
     numbers: tuple[int, ...]
     of_state: int
-    _places: dict[Mesh, list[NamedSharding]] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, args: tuple[Any, ...], chosen: _examples.Chosen) -> Plan:
@@ -102,17 +102,13 @@ class Plan:
             leaves[i] = jnp.asarray(leaves[i])
         return leaves
 
-    def put(self, arrays: list[Any], mesh: Mesh) -> list[Any]:
-        """The arrays, in their places on ``mesh``, whose axes may be explicit."""
-        if mesh not in self._places:
-            # On explicit axes a spec has an entry for each dimension.
-            full = mesh != self.mesh
-            specs = [
-                PartitionSpec(*spec, *[None] * (np.ndim(x) - len(spec))) if full else spec
-                for spec, x in zip(self.specs, arrays, strict=True)
-            ]
-            self._places[mesh] = [NamedSharding(mesh, spec) for spec in specs]
-        return _places.put_leaves(arrays, self._places[mesh], self._name)
+    def put(self, arrays: list[Any]) -> list[Any]:
+        """The arrays, in their places on the mesh."""
+        return _places.put_leaves(arrays, self._shardings, self._name)
+
+    @functools.cached_property
+    def _shardings(self) -> list[NamedSharding]:
+        return [NamedSharding(self.mesh, spec) for spec in self.specs]
 
     def _name(self, i: int) -> str:
         """An array, as the argument that has it and its place there."""
@@ -127,7 +123,6 @@ class Program:
     """A program; after a number has become an array, as a step returns it, it is the same.
 
     Attributes:
-      mesh: the mesh, with the types of axes that the program around has.
       plan: of the first call.
       fixed: what :func:`split` arguments have besides arrays.
       graph: of the modules of the arguments, without arrays.
@@ -135,7 +130,6 @@ class Program:
         graph; set when the program is traced.
     """
 
-    mesh: Mesh
     plan: Plan
     fixed: tuple[Any, ...]
     graph: _graph.Graph | None

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from optax_ext._error_feedback import _equations
 from optax_ext._state import _batch_checks, _host_checks, _placement, _wrappers
@@ -115,7 +115,8 @@ def data_parallel(
                 args = plan.structure.unflatten(_call.filled(program.fixed, arrays))
                 own, mine = _parted(args, plan.is_batch)
                 given, own = own, [_own_keys.of_worker(arg, plan.axis) for arg in own]
-                pairs = zip(*map(jax.tree.leaves, (own, given)), strict=True)
+                # Kept, since the identity of an object that is gone may be another one's.
+                pairs = list(zip(*map(jax.tree.leaves, (own, given)), strict=True))
                 # A key that the step leaves as it is comes back as it was.
                 before = {id(key): x for key, x in pairs if key is not x}
                 own, modules = _graph.inside(own, program.graph)
@@ -144,15 +145,7 @@ def data_parallel(
             return [[x for x, s in zip(leaves, found, strict=True) if s == kind] for kind in kinds]
 
         run = _mapped.mapped(of_worker, plan.mesh, (specs,), kinds, check_vma=False)
-        arrays = _joined(kept, batch, plan.in_batch)
-        if program.mesh == plan.mesh:
-            rows = run(arrays)
-        else:
-            rows = run(_typed(plan.mesh, specs, arrays))
-            rows = [
-                _typed(program.mesh, [spec] * len(row), row)
-                for spec, row in zip(kinds, rows, strict=True)
-            ]
+        rows = run(_joined(kept, batch, plan.in_batch))
         # The second has no other user, who might donate it, so that its end can be waited for.
         return rows, jnp.zeros(())
 
@@ -175,7 +168,7 @@ def data_parallel(
         _batch_checks.check_batch(one, plan.mesh, plan.axis)
         graph = _graph.of_arguments(kept)
         arrays, fixed = _call.split(plan.with_arrays(leaves))
-        mesh = _placement.as_around(plan.mesh, arrays)
+        mesh = plan.mesh
         # Constants in the results may depend on the shapes.
         shapes = tuple(map(_call.shape_of, arrays))
         constants = tuple(map(_call.constant_of, fixed))
@@ -185,19 +178,20 @@ def data_parallel(
             _host_checks.check_workers(args, mesh)
             _same_program.check(mesh, args, arguments=arrays)
             _call.warn_of_constants(programs, structure, fixed)
-            program = _call.Program(mesh, plan, fixed, _graph.without_arrays(graph))
+            program = _call.Program(plan, fixed, _graph.without_arrays(graph))
             programs[same] = program
-        kept, batch = _parted(plan.put(arrays, mesh), plan.in_batch)
+        # Not by the program: JAX has no callback in one whose arrays are on explicit axes.
+        kept, batch = _parted(plan.put(arrays), plan.in_batch)
         if donate:
             kept, batch = _arrays.unshared(kept, batch)
         if mesh not in queues:
             queues[mesh] = _arrays.Queue(_arrays.limit(steps_in_flight or 2, mesh))
         queues[mesh].wait()
-        with _placement.around(plan.mesh):
+        with _placement.around(mesh):
             rows, done = jitted(program, kept, batch)
         queues[mesh].add(done)
         structure, fixed, kinds, after = program.results
-        left = list(map(iter, rows))
+        left = list(map(iter, _placement.as_around(rows, arrays)))
         leaves = _call.filled(fixed, [next(left[kind]) for kind in kinds])
         returned, modules = structure.unflatten(leaves)
         skipped.see((returned, modules), 3)
@@ -218,12 +212,6 @@ def _joined(kept: list[Any], batch: list[Any], of_batch: Sequence[bool]) -> list
     """The values that :func:`_parted` has taken apart."""
     left = iter(kept), iter(batch)
     return [next(left[own]) for own in of_batch]
-
-
-def _typed(mesh: Any, specs: Any, arrays: Any) -> list[Any]:
-    """Traced arrays in the places of the specs, with the axis types of the mesh."""
-    places = [NamedSharding(mesh, spec) for spec in specs]
-    return list(map(jax.device_put, arrays, places))
 
 
 def _places_of(returned: Any, modules: list[Any]) -> list[tuple[str, bool]]:

@@ -232,18 +232,20 @@ def put_leaves(
     Raises:
       ValueError: an array of this process that is another one in another process.
     """
-    placed: list[Any] = []
-    for x, place in zip(leaves, places, strict=True):
-        try:
-            placed.append(_place(x, place))
-        except AssertionError as error:
-            raise ValueError(
-                f"{name_of(len(placed))} differs between the processes, and all workers need the "
-                "same. Compute it from the same seed on all processes, or read it from the same "
-                "file. (A typed key, jax.random.key(0), is the same on all processes as well: "
-                "optax_ext.data_parallel makes another one of it for each worker.)"
-            ) from error
-    return placed
+    try:
+        return _placed(leaves, places)
+    except AssertionError:
+        for i, pair in enumerate(zip(leaves, places, strict=True)):
+            try:
+                _placed(*([x] for x in pair))
+            except AssertionError as error:
+                raise ValueError(
+                    f"{name_of(i)} differs between the processes, and all workers need the same. "
+                    "Compute it from the same seed on all processes, or read it from the same "
+                    "file. (A typed key, jax.random.key(0), is the same on all processes as well: "
+                    "optax_ext.data_parallel makes another one of it for each worker.)"
+                ) from error
+        raise
 
 
 def _put(tree: Any, places: Sequence[NamedSharding], name: str) -> Any:
@@ -261,20 +263,31 @@ def _constrained(tree: Any, places: tuple[NamedSharding, ...]) -> Any:
     return treedef.unflatten([jax.lax.with_sharding_constraint(x, place) for x, place in pairs])
 
 
+def _placed(leaves: Sequence[Any], places: Sequence[NamedSharding]) -> list[Any]:
+    found = [_here(x, place) for x, place in zip(leaves, places, strict=True)]
+    left = [None if done else place for (_, done), place in zip(found, places, strict=True)]
+    return _placement.put_together([x for x, _ in found], left)
+
+
 def _place(x: Any, sharding: NamedSharding) -> Any:
+    return _placed([x], [sharding])[0]
+
+
+def _here(x: Any, sharding: NamedSharding) -> tuple[Any, bool]:
+    """The array in its place, or what is to be put there; and whether it is there."""
     here = getattr(x, "sharding", None)
     if here == sharding:
-        return x
+        return x, True
     if isinstance(x, jax.ShapeDtypeStruct):
         # To lower a step, no arrays are needed.
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), True
     if isinstance(x, jax.Array) and not sharding.is_fully_addressable and _host_checks.is_local(x):
         # An array committed to a device of this process would not be spread over others.
         if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
             numbers = jax.device_put(np.asarray(jax.random.key_data(x)), sharding)
-            return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(x))
+            return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(x)), True
         x = np.asarray(x)
     if isinstance(x, Tracer) and AxisType.Explicit not in sharding.mesh.axis_types:
         # Without it the compiler would choose the placement of what a loop carries.
-        return jax.lax.with_sharding_constraint(x, sharding)
-    return jax.device_put(x, sharding)
+        return jax.lax.with_sharding_constraint(x, sharding), True
+    return x, False

@@ -57,6 +57,15 @@ WHOLE: dict[str, Any] = {
         learning_rate=0.02, axis="data", nonfinite=policy
     ),
 }
+# Groups that apply what they have accumulated over several steps, with an optimizer.
+OVER: dict[str, Any] = {
+    "multi_steps": lambda tx: optax_ext.multi_steps(optax.chain(REDUCE["ok_topk"]("skip"), tx), 2),
+    "MultiSteps": lambda tx: optax.MultiSteps(optax.chain(REDUCE["dense"]("skip"), tx), 2),
+    "delayed": lambda tx: optax_ext.delayed(optax.chain(REDUCE["ok_topk"]("skip"), tx)),
+    "local_steps": lambda tx: optax_ext.local_steps(
+        tx, optax.chain(REDUCE["dense"]("skip"), optax.sgd(1.0)), every=2
+    ),
+}
 AROUND: dict[str, Any] = {
     "nothing": lambda tx: tx,
     "clipping": lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
@@ -79,6 +88,8 @@ class Drawn:
     def tx(self) -> optax.GradientTransformation:
         def of(group: tuple[str, str]) -> optax.GradientTransformation:
             kind, behind = group
+            if kind in OVER:
+                return OVER[kind](BEHIND[behind]())
             if kind in WHOLE:
                 return WHOLE[kind]("skip")
             return optax.chain(REDUCE[kind]("skip"), BEHIND[behind]())
@@ -112,6 +123,21 @@ def configurations(draw: Any) -> Drawn:
     )
 
 
+@st.composite
+def beside_others(draw: Any) -> Drawn:
+    """One group of two accumulates over steps, and a leaf of the other one is bad."""
+    drawn = draw(configurations())
+    kind = draw(
+        st.sampled_from([("dense", "adamw"), ("ok_topk", "momentum"), ("sparse_adamw", "")])
+    )
+    over = draw(st.sampled_from([*OVER])), draw(st.sampled_from([*BEHIND]))
+    of_leaf = draw(st.sampled_from([(0, 1, 0), (0, 1, 1)]))
+    # A norm of all gradients would be bad for both groups.
+    around = draw(st.sampled_from([x for x in AROUND if x != "clipping"]))
+    changes = {"groups": (kind, over), "of_leaf": of_leaf, "around": around}
+    return dataclasses.replace(drawn, **changes, bad=("a", *drawn.bad[1:]))
+
+
 def without_counts(opt_state: Any) -> Any:
     def without(node: Any) -> Any:
         if isinstance(node, SparseAllreduceState):
@@ -121,9 +147,8 @@ def without_counts(opt_state: Any) -> Any:
     return jax.tree.map(without, opt_state, is_leaf=lambda node: isinstance(node, KINDS))
 
 
-def check(drawn: Drawn) -> None:
-    """The step changes nothing but the counts, and the next one is as if it had not been."""
-    leaf, worker, value = drawn.bad
+def begun(drawn: Drawn) -> tuple[Any, Any, Any, Any]:
+    """A step, parameters and state after two of them, and a function that draws gradients."""
     rng = np.random.default_rng(drawn.seed)
 
     def normal(*lead: int) -> Any:
@@ -139,8 +164,20 @@ def check(drawn: Drawn) -> None:
     state = optax_ext.init_state(tx, params, on)
     for _ in range(2):
         params, state, _ = step(params, state, normal(drawn.workers))
-    bad = normal(drawn.workers)
+    return step, params, state, lambda: normal(drawn.workers)
+
+
+def spoiled(drawn: Drawn, given: Any) -> Any:
+    leaf, worker, value = drawn.bad
+    bad = jax.tree.map(np.copy, given)
     bad[leaf][worker].flat[1] += value
+    return bad
+
+
+def check(drawn: Drawn) -> None:
+    """The step changes nothing but the counts, and the next one is as if it had not been."""
+    step, params, state, draw = begun(drawn)
+    bad = spoiled(drawn, draw())
     held, held_state, _ = step(params, state, bad)
     assert bits(held) == bits(params), "parameters moved"
     assert bits(without_counts(held_state)) == bits(without_counts(state)), "the state moved"
@@ -148,7 +185,7 @@ def check(drawn: Drawn) -> None:
         _wrappers.reductions(state), _wrappers.reductions(held_state), strict=True
     ):
         assert int(after.skipped) == int(before.skipped) + 1
-    given = normal(drawn.workers)
+    given = draw()
     next_params, next_state, _ = step(held, held_state, given)
     params_without, state_without, _ = step(params, state, given)
     assert bits(next_params) == bits(params_without)
@@ -157,11 +194,34 @@ def check(drawn: Drawn) -> None:
     assert bits(next_params) != bits(params), "nothing trains"
 
 
+def check_beside(drawn: Drawn) -> None:
+    """A group is held, and one that accumulates over steps goes on as if all were good."""
+    step, params, state, draw = begun(drawn)
+    given = [draw() for _ in range(3)]
+    good, bad, without = ([] for _ in range(3))
+    for found, batches in (
+        (good, given),
+        (bad, [spoiled(drawn, given[0]), *given[1:]]),
+        (without, given[1:]),
+    ):
+        now = params, state
+        for batch in batches:
+            now = step(*now, batch)[:2]
+            found.append(now[0])
+    for name, group in zip(SHAPES, drawn.of_leaf, strict=True):
+        if group:
+            assert [bits(x[name]) for x in bad] == [bits(x[name]) for x in good], name
+        else:
+            assert bits(bad[0][name]) == bits(params[name]), name
+            assert [bits(x[name]) for x in bad[1:]] == [bits(x[name]) for x in without], name
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("law", [check, check_beside])
 @pytest.mark.parametrize("part", range(PARTS))
-def test_a_step_that_is_not_finite_changes_nothing(part):
+def test_a_step_that_is_not_finite_changes_nothing(part, law):
     @hypothesis.seed(part)
-    @hypothesis.given(configurations())
+    @hypothesis.given(configurations() if law is check else beside_others())
     @hypothesis.settings(
         max_examples=IN_A_PART,
         database=None,
@@ -170,6 +230,6 @@ def test_a_step_that_is_not_finite_changes_nothing(part):
         phases=(hypothesis.Phase.generate,),
     )
     def holds(drawn):
-        check(drawn)
+        law(drawn)
 
     holds()

@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import warnings
 from typing import NamedTuple
 
 import jax
@@ -165,58 +164,6 @@ def test_a_number_that_changes_is_traced_once_as_by_jit(kind):
     assert len(traces) == 1
     assert losses == sorted(losses)
     assert len(set(losses)) == 5
-
-
-@jax.tree_util.register_pytree_node_class
-class Module:
-    """As a module of equinox, in which a float decides the program."""
-
-    def __init__(self, rate):
-        self.rate = rate
-
-    def tree_flatten(self):
-        return (self.rate,), None
-
-    @classmethod
-    def tree_unflatten(cls, _, leaves):
-        return cls(*leaves)
-
-
-def test_constants_that_change_at_each_step_are_noticed_once():
-    @optax_ext.data_parallel
-    def step(params, state, module, x):
-        return params, state, jnp.mean(x) if module.rate > 0 else jnp.mean(x) * 2
-
-    state = TX.init(PARAMS)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for k in range(10):
-            step(PARAMS, state, Module(0.5 + k), X)
-    (found,) = [x for x in caught if "compiles the step anew" in str(x.message)]
-    assert "from 7.5 to 8.5" in str(found.message)
-    assert found.filename == __file__
-
-
-def test_constants_in_results_are_of_the_call_and_not_of_another_shape():
-    @optax_ext.data_parallel
-    def step(params, state, x):
-        return params, state, float(len(x)), f"{len(x)} examples"
-
-    state, found = TX.init(PARAMS), []
-    for n in (4, 8, 4):
-        found.append(step(PARAMS, state, X[:n])[2:])
-    assert found == [(2.0, "2 examples"), (4.0, "4 examples"), (2.0, "2 examples")]
-
-
-@pytest.mark.parametrize(("first", "second"), [(True, 1.0), (1.0, True), (0.0, -0.0)])
-def test_constants_that_are_equal_are_not_the_same(first, second):
-    @optax_ext.data_parallel
-    def step(params, state, module, x):
-        return repr(module.rate)
-
-    state = TX.init(PARAMS)
-    for rate in (first, second, first):
-        assert step(PARAMS, state, Module(rate), X) == repr(rate)
 
 
 UNEVEN = {

@@ -76,6 +76,16 @@ def test_a_batch_that_is_on_the_explicit_mesh(spec):
     check_close(found, expected("sparse_adamw"))
 
 
+def by_data_parallel(loss_fn, tx):
+    @optax_ext.data_parallel
+    def step(params, state, batch):
+        loss, gradient = jax.value_and_grad(loss_fn)(optax_ext.ahead(params, state), batch)
+        updates, state = tx.update(gradient, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    return step
+
+
 @pytest.mark.parametrize("which", ["params", *map(slow, ("batch", "both"))])
 @pytest.mark.parametrize("way", ["make_train_step", "data_parallel"])
 def test_results_are_on_the_axes_of_the_arrays(which, way):
@@ -96,14 +106,8 @@ def test_results_are_on_the_axes_of_the_arrays(which, way):
         traces.append(1)
         return loss_fn(params, batch)
 
-    def own(params, state, batch):
-        ahead = optax_ext.ahead(params, state)
-        loss, gradient = jax.value_and_grad(counted)(ahead, batch)
-        updates, state = tx.update(gradient, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
     step = optax_ext.make_train_step(counted, tx, EXPLICIT)
-    step = optax_ext.data_parallel(own) if way == "data_parallel" else step
+    step = by_data_parallel(counted, tx) if way == "data_parallel" else step
     for batch in batches:
         params, state, loss = step(params, state, batch)
         average = jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, average, params)
@@ -202,12 +206,7 @@ def test_data_parallel_and_sharded_parameters(sharded):
             params = sharded_params(on) if sharded else jax.tree.map(jnp.array, PARAMS)
             state = optax_ext.init_state(tx, params, on)
 
-            @optax_ext.data_parallel
-            def step(params, state, batch):
-                loss, gradient = jax.value_and_grad(loss_fn)(optax_ext.ahead(params, state), batch)
-                updates, state = tx.update(gradient, state, params)
-                return optax.apply_updates(params, updates), state, loss
-
+            step = by_data_parallel(loss_fn, tx)
             if sharded:
                 step = optax_ext.make_train_step(loss_fn, tx, on)
             for i in range(STEPS):
@@ -218,23 +217,35 @@ def test_data_parallel_and_sharded_parameters(sharded):
     assert ends[0] == ends[1]
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_data_parallel_moves_what_is_not_in_place_only(kind, monkeypatch):
+@pytest.mark.parametrize(("kind", "calls"), [(AxisType.Auto, 1), (AxisType.Explicit, 2)])
+def test_data_parallel_moves_arrays_together_if_at_all(kind, calls, monkeypatch):
+    """The batch; and all arrays to the axes of the program, and back to those of the caller."""
     on, tx, moved = mesh(kind=kind), TX["sparse_adamw"](), []
     params, batch = jax.tree.map(jnp.array, PARAMS), batch_of(seed=0)
-    state = optax_ext.init_state(tx, params, on)
-
-    @optax_ext.data_parallel
-    def step(params, state, batch):
-        loss, gradient = jax.value_and_grad(loss_fn)(optax_ext.ahead(params, state), batch)
-        updates, state = tx.update(gradient, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
+    state, step = optax_ext.init_state(tx, params, on), by_data_parallel(loss_fn, tx)
     params, state, _ = step(params, state, batch)
     put = jax.device_put
     monkeypatch.setattr(jax, "device_put", lambda x, place: moved.append(x) or put(x, place))
     step(params, state, batch)
-    assert len(moved) == len(jax.tree.leaves(batch))
+    assert len(moved) == calls
+    if calls == 1:
+        assert len(moved[0]) == len(jax.tree.leaves(batch))
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_a_step_of_data_parallel_may_call_the_host(around):
+    """JAX refuses a callback in a program that has explicit and other axes."""
+
+    def seen(params, batch):
+        one = jax.pure_callback(lambda x: np.float32(1), jax.ShapeDtypeStruct((), jnp.float32), 0)
+        return loss_fn(params, batch) * one
+
+    tx, params = TX["sparse_adamw"](), jax.tree.map(jnp.array, PARAMS)
+    state, step = optax_ext.init_state(tx, params, EXPLICIT), by_data_parallel(seen, tx)
+    with AROUND[around](EXPLICIT):
+        for i in range(2):
+            params, state, loss = step(params, state, batch_of(seed=i))
+    assert np.isfinite(loss)
 
 
 @pytest.mark.usefixtures("default_promotion")
