@@ -274,7 +274,7 @@ def _place(x: Any, sharding: NamedSharding) -> Any:
 
 
 def _here(x: Any, sharding: NamedSharding) -> tuple[Any, bool]:
-    """The array in its place, or what is to be put there; and whether it is there."""
+    """The array in its place or to be put there, and whether it is there."""
     here = getattr(x, "sharding", None)
     if here == sharding:
         return x, True

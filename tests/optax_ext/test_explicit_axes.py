@@ -219,7 +219,7 @@ def test_data_parallel_and_sharded_parameters(sharded):
 
 @pytest.mark.parametrize(("kind", "calls"), [(AxisType.Auto, 1), (AxisType.Explicit, 2)])
 def test_data_parallel_moves_arrays_together_if_at_all(kind, calls, monkeypatch):
-    """The batch; and all arrays to the axes of the program, and back to those of the caller."""
+    """The batch; and all arrays to the axes of the program, and back to the axes of the caller."""
     on, tx, moved = mesh(kind=kind), TX["sparse_adamw"](), []
     params, batch = jax.tree.map(jnp.array, PARAMS), batch_of(seed=0)
     state, step = optax_ext.init_state(tx, params, on), by_data_parallel(loss_fn, tx)
