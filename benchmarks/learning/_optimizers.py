@@ -80,7 +80,7 @@ EXCHANGES: dict[str, Callable[[], optax.GradientTransformation]] = {
     "ok_topk(0.01)": lambda: optax_ext.ok_topk(0.01, axis=AXIS, selector=exact_top_k(0.01)),
     **{
         f"powersgd({rank})": functools.partial(optax_ext.powersgd, rank, axis=AXIS)
-        for rank in (1, 2, 4)
+        for rank in (1, 2, 4, 8)
     },
     **{
         f"quantized({bits})": functools.partial(optax_ext.quantized, bits, axis=AXIS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -142,24 +143,33 @@ class Places:
 
         return jax.tree.map(reached, batch)
 
+    @functools.cached_property
+    def auto(self) -> Places:
+        """The same places, with the axis types that a mapped function can leave to the compiler."""
+        mesh = _placement.with_auto_axes(self.mesh)
+        params, states = (
+            [NamedSharding(mesh, x.spec) for x in each] for each in (self._params, self._states)
+        )
+        return Places(params, states, self._batch, sharded=self.sharded)
+
     def on_auto_axes(self, params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, Any]:
-        """All with the axis types that a mapped function can leave to the compiler."""
+        """All with the axis types of :attr:`auto`."""
         if not self.explicit:
             return params, opt_state, batch
-        auto = _placement.with_auto_axes(self.mesh)
 
         def typed(x: Any) -> Any:
             here = jax.typeof(x).sharding
             explicit = AxisType.Explicit in here.mesh.axis_types
-            return jax.device_put(x, NamedSharding(auto, here.spec)) if explicit else x
+            return jax.device_put(x, NamedSharding(self.auto.mesh, here.spec)) if explicit else x
 
-        places = (
-            [NamedSharding(auto, x.spec) for x in each] for each in (self._params, self._states)
-        )
-        params, opt_state = map(
-            _put, (params, opt_state), map(tuple, places), ("params", "opt_state")
-        )
-        return params, opt_state, jax.tree.map(typed, batch)
+        return self.auto.put(params), self.auto.put_state(opt_state), jax.tree.map(typed, batch)
+
+    def outside(self, step: Callable[..., Any], *args: Any) -> tuple[Any, ...]:
+        """The results of a step whose program has :attr:`auto` axes only."""
+        results = step(*self.on_auto_axes(*args), places=self.auto.if_kept)
+        params, opt_state, *rest = results
+        rest = _placement.on_axes_of(self.mesh, rest)
+        return self.put(params), self.put_state(opt_state), *rest
 
     def constrain(self, results: tuple[Any, ...], others: PartitionSpec) -> tuple[Any, ...]:
         """Parameters and state of a step, in the places of the previous ones.

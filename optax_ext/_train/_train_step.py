@@ -136,6 +136,9 @@ def make_train_step(
 
 
 log = logging.getLogger("optax_ext")
+# JAX's refusal of a program with two types of axes in which something needs the devices: a callback
+# with a result, an attention of cuDNN, a custom_partitioning.
+_OF_ONE_MESH = "mesh should be the same across the entire program"
 
 
 def _tell_of_rounds(opt_state: Any) -> None:
@@ -175,6 +178,7 @@ class TrainStep:
         self._queue = _arrays.Queue(in_flight)
         self._skipped = _skipped.Watch()
         self._compared = False
+        self._types_outside = False
         self._donates = donates
         self._in_rounds = in_rounds
         self._returned = _arrays.Returned((), (), None)
@@ -218,7 +222,7 @@ class TrainStep:
         self._queue.wait()
         try:
             with _placement.around(self._mesh):
-                results = self._step(params, opt_state, batch, places=places.if_kept)
+                results = self._run(params, opt_state, batch, places)
         except (AttributeError, TypeError, ValueError) as error:
             if known is None:
                 _other_state.check(error, self._tx, params, opt_state, self._given)
@@ -228,6 +232,16 @@ class TrainStep:
         self._queue.add(results[2])
         self._skipped.see(results[1], 2)
         return results
+
+    def _run(self, params: Any, opt_state: Any, batch: Any, places: _places.Places) -> Any:
+        if not (self._types_outside and places.explicit):
+            try:
+                return self._step(params, opt_state, batch, places=places.if_kept)
+            except ValueError as error:
+                if not places.explicit or _OF_ONE_MESH not in str(error):
+                    raise
+                self._types_outside = True
+        return places.outside(self._step, params, opt_state, batch)
 
     @property
     def jitted(self) -> Any:

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import io_callback as call_with_effects
+from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -232,20 +234,67 @@ def test_data_parallel_moves_arrays_together_if_at_all(kind, calls, monkeypatch)
         assert len(moved[0]) == len(jax.tree.leaves(batch))
 
 
-@pytest.mark.parametrize("around", AROUND)
-def test_a_step_of_data_parallel_may_call_the_host(around):
-    """JAX refuses a callback in a program that has explicit and other axes."""
+def pure_callback(x):
+    return jax.pure_callback(lambda x: np.float32(x), jax.ShapeDtypeStruct((), x.dtype), x)
 
-    def seen(params, batch):
-        one = jax.pure_callback(lambda x: np.float32(1), jax.ShapeDtypeStruct((), jnp.float32), 0)
-        return loss_fn(params, batch) * one
 
-    tx, params = TX["sparse_adamw"](), jax.tree.map(jnp.array, PARAMS)
-    state, step = optax_ext.init_state(tx, params, EXPLICIT), by_data_parallel(seen, tx)
-    with AROUND[around](EXPLICIT):
-        for i in range(2):
-            params, state, loss = step(params, state, batch_of(seed=i))
-    assert np.isfinite(loss)
+def io_callback(x):
+    shape = jax.ShapeDtypeStruct((), x.dtype)
+    return call_with_effects(lambda x: np.float32(x), shape, x)
+
+
+@custom_partitioning
+def partitioned(x):
+    return x + 0
+
+
+partitioned.def_partition(
+    partition=lambda mesh, args, result: (mesh, lambda x: x + 0, result.sharding, ()),
+    sharding_rule="->",
+)
+NEEDS_DEVICES = {"pure": pure_callback, "io": io_callback, "partitioned": partitioned}
+
+
+def ended(way, tx, loss_fn, on, around):
+    """Parameters, state and losses after four steps, by one of the ways to train."""
+    params, losses = jax.device_put(PARAMS, NamedSharding(on, P())), []
+    state = optax_ext.init_state(tx, params, on)
+    if way == "data_parallel":
+        step = by_data_parallel(loss_fn, tx)
+    elif way == "make_train_step":
+        step = optax_ext.make_train_step(loss_fn, tx, on)
+    else:
+        step = optax_ext.make_train_round(loss_fn, tx, on)
+    batches = [batch_of(seed=i) for i in range(4)]
+    if way == "make_train_round":
+        pairs = batches[:2], batches[2:]
+        batches = [jax.tree.map(lambda *x: jnp.stack(x), *pair) for pair in pairs]
+    with around(on):
+        for batch in batches:
+            params, state, loss = step(params, state, batch)
+            losses.append(loss)
+    return params, state, losses
+
+
+@pytest.mark.parametrize("way", ["make_train_step", "make_train_round", "data_parallel"])
+@pytest.mark.parametrize("around", ["set", slow("given")])
+@pytest.mark.parametrize("what", ["pure", slow("io"), slow("partitioned")])
+def test_a_loss_that_needs_the_devices_when_it_is_lowered(what, around, way):
+    """JAX refuses it in a program that has explicit and other axes."""
+
+    def needs(params, batch):
+        # By a function that JAX does not have to differentiate.
+        scale = NEEDS_DEVICES[what](jax.lax.stop_gradient(jnp.max(batch)))
+        return loss_fn(params, batch) * scale
+
+    def plain(params, batch):
+        return loss_fn(params, batch) * jax.lax.stop_gradient(jnp.max(batch))
+
+    tx = TX["every" if way == "make_train_round" else "sparse_adamw"]()
+    found = ended(way, tx, needs, EXPLICIT, AROUND[around])
+    check_close(found, ended(way, tx, plain, EXPLICIT, AROUND[around]))
+    leaves = jax.tree.leaves(found)
+    assert {leaf.sharding.mesh.axis_types for leaf in leaves} == {(AxisType.Explicit,)}
 
 
 @pytest.mark.usefixtures("default_promotion")
