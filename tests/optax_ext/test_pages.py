@@ -1,9 +1,13 @@
 """The programs of the manual's pages run as they stand there, one after the other."""
 
+import re
+import shutil
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from flax import jax_utils, linen
 from flax.training import train_state
@@ -11,9 +15,10 @@ from jax.sharding import PartitionSpec
 
 import optax_ext
 import sparse_collectives as sc
+from benchmarks._common.processes import ROOT
 from sparse_collectives import traffic
 from tests.optax_ext import combinations
-from tests.optax_ext.helpers import mesh, normal, programs_of
+from tests.optax_ext.helpers import DOCS, mesh, normal, programs_of
 
 pytestmark = pytest.mark.usefixtures("default_promotion")
 WORKERS, STEPS = 8, 4
@@ -169,6 +174,38 @@ def test_checkpoints(tmp_path):
     assert int(optax_ext.get_state(names["opt_state"]).count) == 6
     assert optax_ext.get_state(names["opt_state"]).residual.shape[0] == 3
     assert not np.asarray(optax_ext.get_state(names["consolidated"]).residual).any()
+
+
+@pytest.mark.slow
+def test_checkpoints_of_several_processes(tmp_path, monkeypatch, capsys):
+    """A checkpoint of eight workers, a damaged one after it, and three workers that go on."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    stepping, saving = programs_of("faults")
+    *_, restoring = re.findall(r"```py\n(.*?)```", (DOCS / "faults.md").read_text(), re.DOTALL)
+    *_, onto_hosts = programs_of("multihost")
+    params, tx = {"w": jnp.ones((10, 7))}, optax_ext.sparse_sgd(0.1, axis="data", density=0.1)
+    eight, three = mesh(WORKERS), mesh(3)
+    names = MODULES | {"folder": tmp_path / "steps", "params": params, "tx": tx, "mesh": eight}
+    names["opt_state"] = optax_ext.init_state(tx, params, eight)
+    names["step"] = optax_ext.make_train_step(mean_square, tx, eight)
+    names["batches"] = [normal((24, 10), seed) for seed in range(3)]
+    names = names_after([stepping, saving], **names)
+    kept = np.asarray(optax_ext.get_state(names["opt_state"]).residual).sum(0)
+    shutil.copytree(names["folder"] / "10", names["folder"] / "20")
+    (names["folder"] / "20" / "default" / "manifest.ocdbt").unlink()
+    with ocp.StandardCheckpointer() as checkpointer:
+        tree = names["params"], names["opt_state"]
+        checkpointer.save(tmp_path / "one", tree, custom_metadata=names["saved"])
+        checkpointer.wait_until_finished()
+        names |= {"checkpointer": checkpointer, "path": tmp_path / "one", "mesh": three}
+        for program in (restoring, onto_hosts):
+            found = names_after([program], **names)
+            residual = np.asarray(optax_ext.get_state(found["opt_state"]).residual)
+            np.testing.assert_allclose(residual.sum(0), kept, rtol=1e-5, atol=1e-6)
+            step = optax_ext.make_train_step(mean_square, tx, three)
+            step(found["params"], found["opt_state"], names["batches"][0])
+    assert kept.any()
+    assert "checkpoint 20 is damaged" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("exchange", ["quantized", "acp_sgd"])
