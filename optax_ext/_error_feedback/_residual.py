@@ -36,9 +36,17 @@ def share(step_ahead: float, residuals: int) -> float:
     return min(1.0, step_ahead * max(1.0 / residuals, _LEAST))
 
 
-def load(kept: jax.Array) -> jax.Array:
-    """The residual as ``f32[1, n]``."""
-    return kept.astype(jnp.float32)
+def width(size: int) -> int:
+    """The columns of a state's residual of ``size`` entries: one, which stays 0, without entries.
+
+    Orbax saves no array without entries.
+    """
+    return max(size, 1)
+
+
+def load(kept: jax.Array, size: int) -> jax.Array:
+    """The residual as ``f32[1, size]``."""
+    return kept.astype(jnp.float32) if size else jnp.zeros_like(kept[:, :0], jnp.float32)
 
 
 def decayed(value: jax.Array, how: Residual, decays: jax.Array) -> jax.Array:
@@ -49,12 +57,14 @@ def decayed(value: jax.Array, how: Residual, decays: jax.Array) -> jax.Array:
 
 
 def store(value: jax.Array, how: Residual, *, axis: AxisName, count: jax.Array) -> jax.Array:
-    """``value f32[1, n]`` in the dtype of the residual.
+    """``value f32[1, n]`` as the residual of a state, in its dtype.
 
     Rounding to bfloat16 is stochastic: to one of the two nearest values, with probabilities
     that make the expectation exact. With rounding to nearest, an entry that grows by less than
     1/256 of itself in a step would never grow. A value that bfloat16 can represent is unchanged.
     """
+    if not value.shape[-1]:
+        return jnp.pad(value, ((0, 0), (0, width(0)))).astype(how.dtype)
     if value.dtype == how.dtype:
         return value
     bits = lax.bitcast_convert_type(value, jnp.uint32)

@@ -80,7 +80,7 @@ def _returned(state: SparseAllreduceState, errors: list[jax.Array]) -> SparseAll
             start = transport.axis_index(settings.shard_axis) * shard
             flat = lax.dynamic_slice_in_dim(flat, start, shard)
         how = Residual(dtype=residual.dtype)
-        value = _residual.load(residual) + flat[None]
+        value = _residual.load(residual, flat.size) + flat[None]
         # Other random numbers than in the step itself.
         return _residual.store(value, how, axis=settings.axis, count=~count)
 

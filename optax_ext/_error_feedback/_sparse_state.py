@@ -140,7 +140,8 @@ class SparseAllreduceState(NamedTuple):
       residual: ``f32[1, n]`` for each worker, or ``bf16[1, n]`` with
         ``residual(jnp.bfloat16)``: its unsent entries. Dense leaves have none. With
         :func:`~sparse_collectives.allreduce.hierarchical` it is the residual of its shard,
-        ``f32[1, ceil(n / w)]`` for w workers in a node.
+        ``f32[1, ceil(n / w)]`` for w workers in a node. Without entries it has one column, which
+        stays 0, since orbax saves no empty array.
       velocity: for each worker, in the shape of ``residual``: the momentum of its gradients;
         ``()`` without a ``correction``.
       dense_velocity: ``f32[1, m]``, for each worker: the same for the dense leaves, with m

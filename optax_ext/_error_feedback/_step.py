@@ -59,8 +59,8 @@ class ErrorFeedback:
             **{name: jnp.zeros((), jnp.int32) for name in _COUNTERS},
             "missed": jnp.zeros((), jnp.int32) if options.every > 1 else (),
             "owner": _owner.mark(options.axis),
-            "residual": jnp.zeros((size,), options.residual.dtype),
-            "velocity": correction.init(size) if correction is not None else (),
+            "residual": jnp.zeros((_residual.width(size),), options.residual.dtype),
+            "velocity": correction.init(size) if correction is not None and size else (),
             "dense_velocity": correction.init(dense) if correction is not None and dense else (),
             "local": local,
             "selector": selector,
@@ -88,7 +88,7 @@ class ErrorFeedback:
         """
         options = self.options
         size = self.exchange.part_size(layout.size)
-        _trace_checks.check_residual(state.residual, size, options.axis)
+        _trace_checks.check_residual(state.residual, _residual.width(size), options.axis)
         loaded = self.load(updates, state, layout)
         buffers, all_finite, dropped = _nonfinite.guard(
             options.nonfinite,
@@ -138,7 +138,9 @@ class ErrorFeedback:
           ValueError: options that a round in pieces cannot support.
         """
         _options.check_late(self.options.residual.decay, self.options.dense_steps)
-        waiting = _owner.own(_residual.load(state.residual), state.owner, self.options.axis)
+        size = self.exchange.part_size(layout.size)
+        residual = _residual.load(state.residual, size)
+        waiting = _owner.own(residual, state.owner, self.options.axis)
         nothing = jnp.zeros_like(waiting)
         *_, exchanged = self.exchange.reduce(
             Accumulated(
@@ -199,7 +201,7 @@ class ErrorFeedback:
 
         decay = self._decay(state.count)
         bounded = self.exchange.may_keep_of_others(layout)
-        residual = own(_residual.load(state.residual))
+        residual = own(_residual.load(state.residual, self.exchange.part_size(layout.size)))
         parts = [part(residual, loaded.sparse, own(state.velocity), bounded)]
         if layout.dense_size:
             nothing = jnp.zeros((), jnp.float32)

@@ -8,6 +8,7 @@ from optax_ext._error_feedback import _options
 from optax_ext._error_feedback._momentum_correction import MomentumCorrection
 from optax_ext._error_feedback._options import FeedbackOptions, takes
 from optax_ext._optimizers._arguments import rate_alone
+from optax_ext._optimizers._weight_decay import decayed
 from optax_ext._state._whole_optimizers import whole
 from optax_ext._transforms._ok_topk import ok_topk
 from sparse_collectives import AxisName, Selector, allreduce
@@ -54,14 +55,14 @@ def ok_topk_sgd(
       >>> tx = ok_topk_sgd(0.1, density=0.01, axis="data", paper=True, global_period=128)
     """
     learning_rate = _options.check_learning_rate(learning_rate)
-    return whole(
-        ok_topk(
-            density,
-            axis=axis,
-            selector=selector,
-            # Residuals are steps of the parameters, as in all optimizers here.
-            local=optax.scale_by_learning_rate(learning_rate),
-            correction=correction,
-            **options,
-        )
+    sparse = ok_topk(
+        density,
+        axis=axis,
+        selector=selector,
+        # Residuals are steps of the parameters, as in all optimizers here.
+        local=optax.scale_by_learning_rate(learning_rate),
+        correction=correction,
+        **options,
     )
+    # For parameters of 16 bits, whose rounding errors go back into the residuals.
+    return decayed(whole(sparse), learning_rate, 0.0, None)

@@ -20,8 +20,9 @@ def consolidate(params: Any, opt_state: Any) -> tuple[Any, Any]:
     Use it at the end of a training, or before a model is exported: residuals hold gradients that
     the parameters have not received. The result is the mean over the workers, as if one step
     delivered everything. It is not an update yet: pass it to the part of the optimizer that
-    follows the sparse allreduce. If the residuals already include the learning rate
-    (``ok_topk_sgd``), subtract the result from the parameters as it is.
+    follows the sparse allreduce. If the residuals are updates of the parameters, as in
+    :func:`ok_topk_sgd` and with a ``local`` that ends in ``optax.scale_by_learning_rate``, add the
+    result to the parameters with ``optax.apply_updates``.
 
     Args:
       params: the parameters, or anything of their structure and shapes. Leaves that

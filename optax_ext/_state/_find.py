@@ -11,7 +11,7 @@ from optax_ext._error_feedback import _sparse_state
 from optax_ext._error_feedback._dense_state import DenseState
 from optax_ext._error_feedback._roles import Rows
 from optax_ext._error_feedback._sparse_state import SparseAllreduceState, StepInfo
-from optax_ext._state import _index, _nnx
+from optax_ext._state import _index, _nnx, _placement
 from optax_ext._state._wrappers import get_states as get_states
 from optax_ext._state._wrappers import is_state as is_state
 from optax_ext._state._wrappers import reductions as reductions
@@ -26,6 +26,7 @@ def get_state(opt_state: Any) -> SparseAllreduceState | None:
     return next(iter(get_states(_nnx.arrays(opt_state))), None)
 
 
+@_placement.on_auto_axes
 def get_info(opt_state: Any) -> StepInfo | None:
     """What the last step did, from anywhere in a chain; None without an allreduce.
 

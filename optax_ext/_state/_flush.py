@@ -43,6 +43,8 @@ def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
     Raises:
       ValueError: the residuals are gradients (pass the result of :func:`consolidate` to the
         optimizer after the allreduce instead).
+      ValueError: an optimizer without a look-ahead, such as :func:`ok_topk_sgd` (add the result of
+        :func:`consolidate` to the parameters instead).
       ValueError: an update of :func:`local_steps` is on its way (``delay=``).
       ValueError: a transformation follows the optimizer in its chain, such as a mask that freezes
         leaves, which would be left out.
@@ -61,7 +63,16 @@ def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
     """
     given, opt_state = opt_state, _nnx.arrays(opt_state)
     _consolidate.check("flush(params, opt_state)", params, opt_state)
-    if (index := _index.of(opt_state)).has_gradients:
+    index = _index.of(opt_state)
+    still = [settings for settings, layout in index.sparse if layout.size]
+    if still and all(x.whole and not x.step_ahead for x in still):
+        raise ValueError(
+            "opt_state is of an optimizer without a look-ahead, such as ok_topk_sgd: its workers "
+            "take their gradients at params, and flush has nothing to move. To apply all that "
+            "waits in the residuals: updates, opt_state = optax_ext.consolidate(params, "
+            "opt_state), then params = optax.apply_updates(params, updates)."
+        )
+    if index.has_gradients:
         first = "Take steps to the end of the round. Then use" if index.moves else "Use"
         raise ValueError(
             "opt_state has residuals that may be gradients, and not updates of the parameters: "

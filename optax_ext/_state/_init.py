@@ -161,11 +161,9 @@ def _on(mesh: Any, state: Any, specs: Any) -> Any:
     tracers = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(state))
     if not isinstance(mesh, Mesh) or mesh == _placement.with_auto_axes(mesh) or tracers:
         return state
-    return jax.tree.map(
-        lambda spec, x: jax.device_put(x, NamedSharding(mesh, spec)),
-        specs,
-        state,
-    )
+    leaves, structure = jax.tree.flatten(state)
+    places = [NamedSharding(mesh, spec) for spec in structure.flatten_up_to(specs)]
+    return structure.unflatten(_placement.put_together(leaves, places))
 
 
 def _joined(x: jax.Array, spec: PartitionSpec, names: tuple[str, ...]) -> jax.Array:

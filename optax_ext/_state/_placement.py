@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from optax_ext._error_feedback._param_sharding import ParamSharding
 from optax_ext._error_feedback._roles import Rows
 from optax_ext._state import _index, _specs
-from sparse_collectives import _axes
+from sparse_collectives import _axes, _validation
 
 
 def with_auto_axes(mesh: Mesh) -> Mesh:
@@ -79,10 +79,21 @@ def put_together(leaves: list[Any], places: list[Any]) -> list[Any]:
     """``leaves``, those with a place put there by one call, which takes less time than many."""
     moved = [i for i, place in enumerate(places) if place is not None]
     found = [*leaves]
-    given = [leaves[i] for i in moved], [places[i] for i in moved]
+    # JAX puts no keys on devices of several processes, but their words.
+    keys = {i for i in moved if _validation.is_key(leaves[i])} if _are_shared(places) else ()
+    words = [jax.random.key_data(leaves[i]) if i in keys else leaves[i] for i in moved]
+    given = words, [places[i] for i in moved]
     for i, x in zip(moved, jax.device_put(*given) if moved else (), strict=True):
-        found[i] = x
+        found[i] = x if i not in keys else _key_of(x, leaves[i])
     return found
+
+
+def _are_shared(places: list[Any]) -> bool:
+    return any(place is not None and not place.is_fully_addressable for place in places)
+
+
+def _key_of(words: jax.Array, like: jax.Array) -> jax.Array:
+    return jax.random.wrap_key_data(words, impl=jax.random.key_impl(like))
 
 
 def readable(params: Any, mesh: Any) -> Any:

@@ -48,8 +48,9 @@ def reshard(opt_state: Any, fresh_state: Any) -> Any:
     gradients at parameters that they have moved themselves, so there the mean over the workers is
     kept, and not the sum: the mean of the residuals, velocities and movements is the same, to one
     rounding, and each new worker goes on from it. The parameters that an exchange would make, and
-    the loss, do not jump, at any step of a round. With as many workers as before, each
-    keeps its own.
+    the loss, do not jump, at any step of a round. (With :func:`sparse_sgd` as the outer optimizer
+    of :func:`local_steps` the loss does: each worker looks ahead by a share of its residual that
+    depends on P.) With as many workers as before, each keeps its own.
 
     A residual that is a copy of another worker's, as ``flax.jax_utils.replicate`` makes them, is
     left out, as in a step.
@@ -207,7 +208,7 @@ def _reduction(
         if not known or known[0].role is Role.GROUP:
             return fresh
         if known[0].role is Role.PERIODIC:
-            return _with_counts(before, fresh)
+            return _with_counts(before, fresh, np.asarray(old.count) // old.settings.every)
         if known[0].role is Role.STATISTIC:
             return _local_states.taken_over(old, new)
         if jax.tree.structure(before) != jax.tree.structure(fresh):
@@ -230,8 +231,11 @@ def _is_known(node: Any) -> bool:
     return isinstance(node, _index.Leaf)
 
 
-def _with_counts(old: Any, new: Any) -> Any:
-    """``new`` with the steps counted in ``old``: integer arrays named count."""
+def _with_counts(old: Any, new: Any, exchanges: Any) -> Any:
+    """``new`` with the steps counted in ``old``: integer arrays named count.
+
+    A schedule that is new goes on from the number of ``exchanges``, as others do.
+    """
 
     def counts(tree):
         return {
@@ -242,10 +246,13 @@ def _with_counts(old: Any, new: Any) -> Any:
             and (not path or jax.tree_util.keystr(path[-1:]) == ".count")
         }
 
-    before = counts(old)
+    fresh = counts(new)
+    paths = {path for path, _ in jax.tree_util.tree_leaves_with_path(new)}
+    scheduled = {p for p in fresh if (*p[:-1], jax.tree_util.GetAttrKey("clipped")) in paths}
+    before = {**dict.fromkeys(scheduled, exchanges), **counts(old)}
 
     def move(path, leaf):
-        if path not in before or path not in counts(new):
+        if path not in before or path not in fresh:
             return leaf
         # The same on every worker and for every shard, which are along the leading axis.
         count = np.asarray(before[path])

@@ -17,10 +17,18 @@ _APPLY = "apply what the residuals hold with optax_ext.flush or optax_ext.consol
 
 
 def check_optimizers(old: Parts, new: Parts) -> None:
-    """Both states are of one optimizer; the error names a part that only one of them has."""
+    """Both states are of one optimizer; the error names a part that only one of them has.
+
+    Or a parameter that only one of them has, since the state of an optimizer has parts for each.
+    """
     (before, old_tree), (after, tree) = old, new
     if old_tree == tree:
         return
+    fresh = dict(after)
+    for path, node in before:
+        other = fresh.get(path)
+        if isinstance(node, SparseAllreduceState) and isinstance(other, SparseAllreduceState):
+            _check_parameters(jax.tree_util.keystr(path), node.layout, other.layout)
     here, there = ([jax.tree_util.keystr(path) for path, _ in nodes] for nodes in (before, after))
     pairs = (("opt_state", here, there), ("fresh_state", there, here))
     differences = [

@@ -200,7 +200,7 @@ def _share(state: SparseAllreduceState, workers: int) -> Any:
 def _own_residual(state: SparseAllreduceState) -> jax.Array:
     """The residual in float32, without another worker's."""
     axis = state.settings.axis
-    residual = _residual.load(state.residual)
+    residual = state.residual.astype(jnp.float32)
     # Over MPI the rank is not in the state; the step leaves out copies.
     return residual if _axes.ranks(axis) else _owner.own(residual, state.owner, axis)
 
@@ -219,5 +219,5 @@ def _share_of_part(residual: jax.Array, layout: Any, settings: Any, workers: int
     # The residual of a node has the sum of its workers' updates, and is applied as their mean.
     together = transport.axis_size(inside)
     share = _residual.share(settings.step_ahead, workers // together) / together * residual[0]
-    share = transport.all_gather(share, inside).reshape(-1)[:size] if inside else share
-    return of_vector(share, layout)
+    share = transport.all_gather(share, inside).reshape(-1) if inside else share
+    return of_vector(share[:size], layout)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from optax_ext._error_feedback import _buffers, _layout
+from optax_ext._error_feedback import _buffers, _layout, _residual
 from optax_ext._error_feedback._sparse_state import SparseAllreduceState
 from optax_ext._state._residual_tree import of_vector
 from sparse_collectives import _axes
@@ -42,7 +42,7 @@ def workers_in_node(node: SparseAllreduceState) -> int:
     fitting = [
         workers
         for workers in range(1, rows + 1)
-        if rows % workers == 0 and math.ceil(size / workers) == shard
+        if rows % workers == 0 and _residual.width(math.ceil(size / workers)) == shard
     ]
     if len(fitting) == 1:
         return fitting[0]
@@ -59,11 +59,10 @@ def part_rows(node: SparseAllreduceState, residual: Any) -> Any:
 
     n is the size of a part, or of the whole buffer if parameters are whole.
     """
-    # No length is left to be inferred, because there may be no entries.
     parts, shard = node.devices, residual.shape[1]
     workers = residual.shape[0] // parts
     if not node.settings.shard_axis:
-        return residual.reshape(workers, parts, shard)
+        return residual.reshape(workers, parts, shard)[:, :, : part_size(node)]
     inner = workers_in_node(node)
     nodes = workers // inner
     if _inner_first(node):
@@ -112,11 +111,12 @@ def unrows(node: SparseAllreduceState, rows: np.ndarray) -> np.ndarray:
 def of_part_rows(node: SparseAllreduceState, parts: Any) -> Any:
     """The inverse of :func:`part_rows`."""
     nodes, m, size = parts.shape
-    if not node.settings.shard_axis:
-        return parts.reshape(nodes * m, size)
     inner, shard = workers_in_node(node), node.residual.shape[1]
-    pad = np.pad if isinstance(parts, np.ndarray) else jnp.pad
-    parts = pad(parts, ((0, 0), (0, 0), (0, inner * shard - size)))
+    if inner * shard > size:
+        pad = np.pad if isinstance(parts, np.ndarray) else jnp.pad
+        parts = pad(parts, ((0, 0), (0, 0), (0, inner * shard - size)))
+    if not node.settings.shard_axis:
+        return parts.reshape(nodes * m, shard)
     split = parts.reshape(nodes, m, inner, shard)
     split = split.transpose((2, 0, 1, 3) if _inner_first(node) else (0, 2, 1, 3))
     return split.reshape(nodes * inner * m, shard)

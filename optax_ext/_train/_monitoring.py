@@ -21,7 +21,8 @@ Writer = Callable[[int, dict[str, float]], Any]
 def metrics(opt_state: Any) -> dict[str, jax.Array]:
     """Statistics of the last step and of the residuals, as scalars.
 
-    They cover all workers, and all buckets or groups together. The function may be jitted.
+    They cover all workers, and all buckets or groups together. They are computed by one compiled
+    program, since JAX on a CPU can hang in several reductions over processes without waiting.
 
     Args:
       opt_state: the state of all workers, outside of the mapped function, or an ``nnx.Optimizer``.
@@ -54,10 +55,14 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
       0.0
     """
     opt_state = _nnx.arrays(opt_state)
+    return _measured(opt_state) if _wrappers.get_states(opt_state) else {}
+
+
+@jax.jit
+def _measured(opt_state: Any) -> dict[str, jax.Array]:
     states, info = _wrappers.get_states(opt_state), _find.get_info(opt_state)
-    if info is None or not states:
-        return {}
-    size = sum(state.residual.shape[1] * state.devices for state in states)
+    assert info is not None
+    size = sum(x.residual.shape[1] * x.devices for x in states if x.layout.size)
     largest = max(states, key=lambda state: state.layout.size)
 
     def share(part, whole):
@@ -149,7 +154,6 @@ class Monitor:
         self._warned = False
         self._seen = 0.0, 0.0
         self._all_skipped = False
-        self._metrics = jax.jit(metrics)
 
     def __call__(self, opt_state: Any, step: int | None = None) -> None:
         """Writes if ``step`` is a multiple of ``every``; by default the calls are counted."""
@@ -157,7 +161,7 @@ class Monitor:
         step = self._calls if step is None else step
         if step % self._every:
             return
-        values = jax.device_get(self._metrics(_nnx.arrays(opt_state)))
+        values = jax.device_get(metrics(opt_state))
         # In a state of pmap every worker has a copy of what all have alike.
         values = {name: float(np.max(x)) for name, x in values.items()}
         now = values.get("steps", 0.0), values.get("skipped", 0.0)

@@ -12,7 +12,8 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from optax_ext._state import _host_checks, _index, _placement, _specs
-from sparse_collectives import _axes
+from optax_ext._train import _same_program
+from sparse_collectives import _axes, _validation
 
 
 def of(params: Any, opt_state: Any, mesh: Mesh, batch_spec: PartitionSpec | None) -> Places:
@@ -242,20 +243,34 @@ def put_leaves(
     Raises:
       ValueError: an array of this process that is another one in another process.
     """
-    try:
-        return _placed(leaves, places)
-    except AssertionError:
-        for i, pair in enumerate(zip(leaves, places, strict=True)):
-            try:
-                _placed(*([x] for x in pair))
-            except AssertionError as error:
-                raise ValueError(
-                    f"{name_of(i)} differs between the processes, and all workers need the same. "
-                    "Compute it from the same seed on all processes, or read it from the same "
-                    "file. (A typed key, jax.random.key(0), is the same on all processes as well: "
-                    "optax_ext.data_parallel makes another one of it for each worker.)"
-                ) from error
-        raise
+    own = [i for i, pair in enumerate(zip(leaves, places, strict=True)) if _is_of_process(*pair)]
+    if own:
+        leaves, hosts = [*leaves], [_on_host(leaves[i]) for i in own]
+        _same_program.check_values(places[own[0]].mesh, dict(zip(map(name_of, own), hosts)))
+        for i, host in zip(own, hosts, strict=True):
+            leaves[i] = _spread(host, places[i], leaves[i])
+    return _placed(leaves, places)
+
+
+def _is_of_process(x: Any, place: NamedSharding) -> bool:
+    """Whether an array of this process alone is to be put on devices of several."""
+    if isinstance(x, jax.ShapeDtypeStruct) or place.is_fully_addressable:
+        return False
+    return _host_checks.is_local(x)
+
+
+def _on_host(x: Any) -> np.ndarray:
+    """The array, or the words of keys."""
+    host = np.asarray(jax.random.key_data(x) if _validation.is_key(x) else x)
+    return host.astype(jax.dtypes.canonicalize_dtype(host.dtype), copy=False)
+
+
+def _spread(host: np.ndarray, place: NamedSharding, like: Any) -> jax.Array:
+    # jax.device_put would compare the processes by values, and NaN is not equal to itself.
+    made = jax.make_array_from_callback(host.shape, place, lambda index: host[index])
+    if not _validation.is_key(like):
+        return made
+    return jax.random.wrap_key_data(made, impl=jax.random.key_impl(like))
 
 
 def _put(tree: Any, places: Sequence[NamedSharding], name: str) -> Any:
@@ -291,12 +306,6 @@ def _here(x: Any, sharding: NamedSharding) -> tuple[Any, bool]:
     if isinstance(x, jax.ShapeDtypeStruct):
         # To lower a step, no arrays are needed.
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), True
-    if isinstance(x, jax.Array) and not sharding.is_fully_addressable and _host_checks.is_local(x):
-        # An array committed to a device of this process would not be spread over others.
-        if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
-            numbers = jax.device_put(np.asarray(jax.random.key_data(x)), sharding)
-            return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(x)), True
-        x = np.asarray(x)
     if isinstance(x, Tracer) and AxisType.Explicit not in sharding.mesh.axis_types:
         # Without it the compiler would choose the placement of what a loop carries.
         return jax.lax.with_sharding_constraint(x, sharding), True

@@ -1,4 +1,6 @@
-"""All processes of a step compile the same program: with different ones they wait for each other.
+"""All processes of a step have the same program and the same arrays.
+
+With different programs they wait for each other.
 
 A collective of processes with different settings ends only when it has timed out, often after half
 an hour, and with an error that does not say why.
@@ -6,6 +8,7 @@ an hour, and with an error that does not say why.
 
 import re
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -22,9 +25,6 @@ def check(mesh: Mesh, states: Any, **arguments: Any) -> None:
     Cost: one exchange of a few words. Nothing is compared in one process, or on a mesh of some of
     the processes, whose others do not call this, or inside ``jax.jit``.
     """
-    processes = {device.process_index for device in mesh.devices.flat}
-    if len(processes) == 1 or len(processes) < jax.process_count():
-        return
     if _host_checks.is_traced((states, arguments)):
         return
     settings = [state.settings for state in _wrappers.get_states(states)]
@@ -33,15 +33,35 @@ def check(mesh: Mesh, states: Any, **arguments: Any) -> None:
         "tx": re.sub(r"#[0-9a-f]{8}", "", repr(settings)),
         **{name: _shapes(tree) for name, tree in arguments.items()},
     }
-    mine = np.array([zlib.crc32(text.encode()) for text in described.values()], np.uint32)
+    for name, other in _differing(mesh, {name: x.encode() for name, x in described.items()}):
+        raise ValueError(
+            f"{name} of process {other} differs from process 0, and a step needs the same program "
+            f"on all processes. On process {jax.process_index()} it is {described[name]:.600}."
+        )
+
+
+def check_values(mesh: Any, arrays: dict[str, np.ndarray]) -> None:
+    """Compares the bits of arrays by name, as :func:`check` does what determines the program."""
+    contents = {name: np.ascontiguousarray(x).reshape(-1) for name, x in arrays.items()}
+    for name, _ in _differing(mesh, {name: x.view(np.uint8) for name, x in contents.items()}):
+        raise ValueError(
+            f"{name} differs between the processes, and all workers need the same. Compute it from "
+            "the same seed on all processes, or read it from the same file. (A typed key, "
+            "jax.random.key(0), is the same on all processes as well: optax_ext.data_parallel "
+            "makes another one of it for each worker.)"
+        )
+
+
+def _differing(mesh: Any, contents: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    """The names whose bytes differ, each with a process that differs from process 0."""
+    processes = {device.process_index for device in mesh.devices.flat}
+    if len(processes) == 1 or len(processes) < jax.process_count():
+        return
+    mine = np.array([zlib.crc32(x) for x in contents.values()], np.uint32)
     all_of_them = np.asarray(multihost_utils.process_allgather(mine)).reshape(-1, len(mine))
-    for name, text, column in zip(described, described.values(), all_of_them.T, strict=True):
-        others = np.flatnonzero(column != column[0]).tolist()
-        if others:
-            raise ValueError(
-                f"{name} of process {others[0]} differs from process 0, and a step needs the same "
-                f"program on all processes. On process {jax.process_index()} it is {text:.600}."
-            )
+    for name, column in zip(contents, all_of_them.T, strict=True):
+        for other in np.flatnonzero(column != column[0])[:1].tolist():
+            yield name, other
 
 
 def _shapes(tree: Any) -> str:

@@ -209,13 +209,14 @@ class TrainStep:
         _batch_checks.check_global(batch, self._mesh, opt_state, self._in_rounds)
         if self._in_rounds and known is None:
             _host_checks.check_begins(opt_state)
-        places = known
-        if places is None:
-            params, opt_state, places = self._placed(params, opt_state, batch)
         if not self._compared:
+            # Before anything is placed, since processes wait for each other there as well.
             self._compared = True
             compared = {"params": params, "opt_state": opt_state, "batch": batch}
             _same_program.check(self._mesh, opt_state, **compared)
+        places = known
+        if places is None:
+            params, opt_state, places = self._placed(params, opt_state, batch)
         batch = places.put_batch(batch)
         if known is None and self._donates:
             (params, opt_state), batch = _arrays.unshared((params, opt_state), batch)

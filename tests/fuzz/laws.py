@@ -36,7 +36,7 @@ def rows(state: Any, array: np.ndarray, configuration: Configuration) -> np.ndar
     """The workers' residuals, ``f64[rows, n]``: a row for each, or for each node of shards."""
     array = np.asarray(array).astype(np.float64)[:, 0]
     if not state.settings.shard_axis:
-        return array
+        return array[:, : state.layout.size]
     inside = configuration.shape[1]
     whole = array.reshape(-1, inside * array.shape[1])
     return whole[:, : state.layout.size]

@@ -100,6 +100,9 @@ def why_not_flushed(case: Case, state: Any) -> list[str]:
     late = [node.late for node in nodes(state, LocalStepsState)]
     if any(np.asarray(x).any() for x in jax.tree.leaves(late)):
         reasons.append("on its way")
+    holding = [node.settings for node in sparse(state) if node.layout.size]
+    if holding and all(settings.whole and not settings.step_ahead for settings in holding):
+        return [*reasons, "flush has nothing to move"]
     for node in sparse(state):
         leaves = {name for name, rows in by_leaf(node).items() if rows.size}
         held |= dict.fromkeys(leaves, node.settings.step_ahead)

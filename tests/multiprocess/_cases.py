@@ -17,7 +17,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_ext
@@ -144,6 +144,48 @@ def modules(mesh: Mesh, folder: Path) -> dict[str, np.ndarray]:
     return {**leaves("", params), "losses": np.asarray(losses)}
 
 
+def explicit(mesh: Mesh, folder: Path) -> dict[str, np.ndarray]:
+    """Explicit axes: keys in the state and as an argument, a callback, numbers at each step."""
+    del folder
+    types = (AxisType.Explicit,) * mesh.devices.ndim
+    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+    keeps_a_key = optax.GradientTransformation(lambda _: jax.random.key(1), lambda u, s, _: (u, s))
+    tx = optax.chain(REDUCTIONS["ok_topk"](), keeps_a_key, optax.sgd(0.01))
+    params, rng = jax.device_put(_task.first_params(), NamedSharding(mesh, P())), jax.random.key(2)
+    state, found = optax_ext.init_state(tx, params, mesh), []
+
+    def seen(params, batch):
+        one = jax.pure_callback(lambda: np.float32(1), jax.ShapeDtypeStruct((), jnp.float32))
+        return _task.loss_fn(params, batch) * one
+
+    @optax_ext.data_parallel(donate=False)
+    def own_step(params, state, batch, rng):
+        gradients = jax.grad(_task.loss_fn)(params, batch)
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, rng
+
+    step = optax_ext.make_train_step(seen, tx, mesh)
+    for number in range(6):
+        batch = _task.batch_of(number, mesh)
+        params, state, _ = step(params, state, batch)
+        params, state, rng = own_step(params, state, batch, rng)
+        found.append(optax_ext.metrics(state)["residual_norm"])
+    assert rng.sharding.mesh.axis_types == types
+    assert jax.random.key_data(rng).tolist() == jax.random.key_data(jax.random.key(2)).tolist()
+    norms = np.array(list(map(float, found)))
+    return {**leaves("", jax.tree.map(whole, params)), "losses": norms}
+
+
+def not_a_number(mesh: Mesh, folder: Path) -> dict[str, np.ndarray]:
+    """Parameters with NaN are the same on all processes, and the step is skipped."""
+    del folder
+    run = _Run(mesh, "ok_topk")
+    run.params = {name: np.full_like(x, np.nan) for name, x in run.params.items()}
+    run(0)
+    assert optax_ext.get_state(run.state).skipped == 1
+    return {}
+
+
 def refuse(mesh: Mesh, folder: Path) -> dict[str, np.ndarray]:
     """Mistakes that only several processes can make raise errors."""
     del folder
@@ -175,6 +217,12 @@ def refuse(mesh: Mesh, folder: Path) -> dict[str, np.ndarray]:
         state = optax_ext.init_state(tx, _task.first_params(), mesh)
         own_step(_task.first_params(), state, _task.batch_of(0, mesh))
     _check_names_of_what_differs(mesh)
+    # Processes that place arrays of different sizes wait for each other, or abort.
+    larger = {"w": np.ones((3, 1 + jax.process_index()), np.float32)}
+    step = optax_ext.make_train_step(lambda params, batch: 0.0, run.tx, mesh)
+    wrong = pytest.raises(ValueError, match="params of process 1 differs from process 0")
+    with wrong if jax.process_count() > 1 else contextlib.nullcontext():
+        step(larger, optax_ext.init_state(run.tx, larger, mesh), _task.batch_of(0, mesh))
     return {}
 
 
@@ -201,7 +249,8 @@ def _check_names_of_what_differs(mesh: Mesh) -> None:
             call()
 
 
-CASES = {f.__name__: f for f in (train, direct, rounds, save, resume, modules, refuse)}
+_ALL = (train, direct, rounds, save, resume, modules, explicit, not_a_number, refuse)
+CASES = {f.__name__: f for f in _ALL}
 
 
 class _Run:

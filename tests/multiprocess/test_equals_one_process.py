@@ -38,6 +38,8 @@ ALWAYS = [
     ("rounds", "rounds", {}),
     ("save", "save", {}),
     ("modules", "modules", {}),
+    ("explicit", "explicit", {}),
+    ("not_a_number", "not_a_number", {}),
     ("refuse", "refuse", {}),
 ]
 FEW = [*trainings(["ok_topk"], 50), *trainings(["topk_a", "narrow8", "codes"], 10), *ALWAYS]

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_ext
 import sparse_collectives as sc
-from optax_ext._state import _checkpoint
+from optax_ext._state import _checkpoint, _wrappers
 from tests.optax_ext.helpers import bits, mesh, normal, refused, slow, train
 
 # Orbax leaves unfinished coroutines when a read fails.
@@ -92,6 +92,41 @@ def test_the_step_after_a_restore_has_the_same_bits(tmp_path, tx):
         for p, s in (restored, (params, state))
     ]
     assert bits(ends[0]) == bits(ends[1])
+
+
+NOTHING_SPARSE = {
+    "dense leaves": transformation(dense_leaves="dense"),
+    "momentum": transformation(dense_leaves="dense", correction=CORRECTION),
+    "quantized": optax.chain(optax_ext.quantized(axis="data", dense_leaves="dense"), optax.sgd(1)),
+    "low rank": transformation(2, optax_ext.powersgd, dense_leaves="dense"),
+    "sparse_adamw": optax_ext.sparse_adamw(0.1, axis="data", dense_leaves="dense"),
+    "a group": optax.partition(
+        {"a": SAVED, "b": optax_ext.sparse_sgd(0.1, axis="data")}, lambda x: {"w": "a"}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOTHING_SPARSE)
+def test_a_state_whose_residual_has_no_entries(tmp_path, name):
+    """Orbax saves no empty array."""
+    tx = NOTHING_SPARSE[name]
+    params, state, _ = trained(tx, BATCHES[:2])
+    save(tmp_path / "state", (params, state))
+    _, restored = restore(tmp_path / "state", (params, expected(tx)))
+    assert bits(restored) == bits(state)
+    ends = [
+        train(tx, loss_fn, params, BATCHES[2:], mesh(8), state=s)[-1] for s in (state, restored)
+    ]
+    assert bits(ends[0]) == bits(ends[1])
+    assert np.isfinite(list(optax_ext.metrics(state).values())).all()
+    for workers in (3, 4):
+        moved = optax_ext.reshard(state, optax_ext.init_state(tx, PARAMS, mesh(workers)))
+        *_, last = _wrappers.get_states(moved)
+        assert last.residual.shape == (workers, 1)
+        assert not np.asarray(last.residual).any()
+        train(tx, loss_fn, params, [BATCHES[0][:12]], mesh(workers), state=moved)
+    gradient, _ = optax_ext.consolidate(params, state)
+    assert name == "a group" or not np.asarray(gradient["w"]).any()
 
 
 CORRECTED = transformation(correction=CORRECTION)

@@ -120,19 +120,23 @@ def test_results_are_on_the_axes_of_the_arrays(which, way):
     assert float(jax.jit(loss_fn)(flushed, batches[0])) > 0
 
 
-@pytest.mark.parametrize("use", ["metrics", "flush", "consolidate", "Monitor"])
-def test_functions_of_a_state_take_it(use):
-    params, state, _ = trained(TX["sparse_adamw"](), EXPLICIT, jax.set_mesh)
+@pytest.mark.parametrize("use", ["metrics", "get_info", "flush", "consolidate", "Monitor"])
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+def test_functions_of_a_state_take_it(use, kind):
+    on = mesh(kind=kind)
+    params, state, _ = trained(TX["sparse_adamw"](), on, jax.set_mesh)
     auto = expected("sparse_adamw")
     function = {
         "metrics": lambda p, s: optax_ext.metrics(s),
+        "get_info": lambda p, s: optax_ext.get_info(s),
         "flush": lambda p, s: optax_ext.flush(params=p, opt_state=s),
         "consolidate": optax_ext.consolidate,
         "Monitor": lambda p, s: optax_ext.Monitor(lambda *_: None, every=1)(s),
     }[use]
     with jax.set_mesh(EXPLICIT):
         found = function(params, state)
-        jax.tree.map(lambda x: x * 2, found)
+        if kind == AxisType.Explicit:
+            jax.tree.map(lambda x: x * 2, found)
     assert bits(found) == bits(function(*auto[:2]))
 
 

@@ -215,10 +215,12 @@ def test_weight_decay_that_16_bits_round_away_is_taken_later(dtype, options):
 ROUNDS = {"every step": 1, "rounds": 4}
 
 
-@pytest.mark.parametrize("name", [*ROUNDS, "local steps"])
+@pytest.mark.parametrize("name", [*ROUNDS, "local steps", "ok_topk_sgd"])
 def test_steps_that_16_bits_round_away_are_taken_later(name):
     """Each step of 0.001 is less than half a unit in the last place of 1."""
-    if name in ROUNDS:
+    if name == "ok_topk_sgd":
+        tx = optax_ext.ok_topk_sgd(1e-3, density=1.0, axis="data")
+    elif name in ROUNDS:
         tx = optax_ext.sparse_sgd(1e-3, density=1.0, axis="data", every=ROUNDS[name])
     else:
         outer = optax.chain(optax_ext.dense(axis="data"), optax.sgd(1.0))

@@ -259,7 +259,7 @@ def test_low_rank_without_matrices_is_dense_and_without_leaves_nothing(method):
     vectors = {"b": jnp.zeros(3), "scale": jnp.zeros(())}
     for params in (vectors, {}):
         state = optax_ext.init_state(METHODS[method](4, axis="data"), params, {"data": 2})
-        assert state.residual.shape == (2, 0)
+        assert state.residual.shape == (2, 1)
 
 
 @pytest.mark.slow

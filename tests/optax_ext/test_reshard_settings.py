@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import optax_ext
+from sparse_collectives import select
 from tests.optax_ext.helpers import PARAMS, batch_of, loss_fn, mesh, train
 
 SCHEDULE = optax.linear_schedule(1e-2, 0.0, 50)
@@ -96,6 +97,22 @@ def test_first_moments_never_become_second_moments(tx, then):
         new = optax_ext.reshard(old, optax_ext.init_state(then, params, mesh()))
     assert not any(x.any() for x in of_local(new, "nu"))
     assert not any(x.any() for x in of_local(new, "count"))
+
+
+@pytest.mark.parametrize("before", ["topk", "threshold_reuse", "scheduled"])
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_schedule_of_the_density_goes_on(before, every):
+    low = select.exponential_density(0.5, 0.02, 4)
+    top = {"topk": select.topk, "threshold_reuse": select.threshold_reuse}.get(before)
+    scheduled = select.scheduled(select.topk(0.5), low)
+    first = scheduled if top is None else top(0.5)
+    old, then = (SGD(0.1, selector=x, density=0.5, every=every) for x in (first, scheduled))
+    count = of_selector(moved(old, then, (4, 3))[2])
+    assert count.tolist() == [STEPS // every] * 3
+
+
+def of_selector(state):
+    return np.asarray(optax_ext.get_state(state).selector.count)
 
 
 def test_a_rate_that_is_written_as_a_schedule_changes_no_step():
