@@ -121,6 +121,15 @@ def filled(case: Case, state: Any) -> Any:
 
     state = structure.unflatten(map(fill, leaves, roles(state)))
 
+    def without_padding(node: Any) -> Any:
+        # A residual without entries has a column that stays 0.
+        if not isinstance(node, SparseAllreduceState) or node.layout.size:
+            return node
+        return node._replace(residual=jnp.abs(0 * node.residual))
+
+    is_sparse = lambda node: isinstance(node, SparseAllreduceState)  # noqa: E731
+    state = jax.tree.map(without_padding, state, is_leaf=is_sparse)
+
     def within(node: Any) -> Any:
         if not isinstance(node, LocalStepsState):
             return node
