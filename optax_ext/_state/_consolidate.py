@@ -82,7 +82,7 @@ def _check_nothing_moved(params: Any, opt_state: Any) -> None:
     rows = index.moved(leaves)
 
     def of_workers(number: Callable[[jax.Array], jax.Array]) -> list[Any]:
-        return spread([jax.tree.map(number, tree) for tree in rows], params)
+        return spread(reduced(number, rows), params)
 
     largest = of_workers(lambda moved: jnp.max(jnp.abs(moved), axis=0))
     is_narrow = any(jnp.result_type(leaf).itemsize < 4 for leaf in jax.tree.leaves(params))
@@ -118,7 +118,15 @@ def mean(node: SparseAllreduceState) -> jax.Array:
     _host_checks.check_own("opt_state", node)
     rows = _shards.part_rows(node, node.residual).astype(jnp.float32)
     # Divide first: the sum may overflow when the mean does not.
-    return jnp.sum(rows / node.workers, axis=0)
+    return reduced(lambda x: jnp.sum(x / node.workers, axis=0), rows)
+
+
+def reduced(function: Callable[[jax.Array], jax.Array], tree: Any) -> Any:
+    """``function`` of each array, a reduction over the workers, of which one runs at a time.
+
+    On CPUs several at once, over processes of several devices, can wait for each other.
+    """
+    return jax.tree.map(lambda x: jax.block_until_ready(function(x)), tree)
 
 
 def emptied(opt_state: Any, rest: Callable[[SparseAllreduceState], jax.Array]) -> Any:

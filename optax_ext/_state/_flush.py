@@ -88,7 +88,7 @@ def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
     places = [getattr(x, "sharding", None) for x in jax.tree.leaves(held)]
     params = _placement.readable(params, getattr(places[0], "mesh", None) if places else None)
     steps = residual_tree(opt_state, params, _step)
-    means = [jax.tree.map(lambda x: jnp.mean(x, axis=0), tree) for tree in index.moved(arrays)]
+    means = _consolidate.reduced(lambda x: jnp.mean(x, axis=0), index.moved(arrays))
     moves = spread(means, params)
     check_shapes(params, moves)
     pairs = zip(jax.tree.leaves(steps), moves, strict=True)
