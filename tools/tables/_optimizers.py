@@ -22,7 +22,8 @@ def table_other_optimizers_longer() -> Rows:
 
 def table_other_optimizers_wide() -> Rows:
     """The same of a wider model."""
-    return _above_dense((*SHOWN[:2], "every=3", "powersgd(8)", SHOWN[-1]), 4000, width=128)
+    shown = (*SHOWN[:2], "every=3", "powersgd(8)", "powersgd(4)", SHOWN[-1])
+    return _above_dense(shown, 4000, width=128)
 
 
 def _above_dense(shown: tuple[str, ...], steps: int, *, width: int = 32) -> Rows:
