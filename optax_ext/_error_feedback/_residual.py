@@ -46,7 +46,7 @@ def width(size: int) -> int:
 
 def load(kept: jax.Array, size: int) -> jax.Array:
     """The residual as ``f32[1, size]``."""
-    return kept.astype(jnp.float32) if size else jnp.zeros_like(kept[:, :0], jnp.float32)
+    return (kept if size else kept[:, :0]).astype(jnp.float32)
 
 
 def decayed(value: jax.Array, how: Residual, decays: jax.Array) -> jax.Array:

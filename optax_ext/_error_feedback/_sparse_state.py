@@ -143,7 +143,7 @@ class SparseAllreduceState(NamedTuple):
         ``f32[1, ceil(n / w)]`` for w workers in a node. Without entries it has one column, which
         stays 0, since orbax saves no empty array.
       velocity: for each worker, in the shape of ``residual``: the momentum of its gradients;
-        ``()`` without a ``correction``.
+        ``()`` without entries or without a ``correction``.
       dense_velocity: ``f32[1, m]``, for each worker: the same for the dense leaves, with m
         entries; ``()`` without dense leaves or without a ``correction``.
       local: the state of the transformation before the accumulation, for each worker;

@@ -26,7 +26,6 @@ def get_state(opt_state: Any) -> SparseAllreduceState | None:
     return next(iter(get_states(_nnx.arrays(opt_state))), None)
 
 
-@_placement.on_auto_axes
 def get_info(opt_state: Any) -> StepInfo | None:
     """What the last step did, from anywhere in a chain; None without an allreduce.
 
@@ -36,12 +35,14 @@ def get_info(opt_state: Any) -> StepInfo | None:
     and per-worker fields have a leading axis of 1, since all workers are alike. ``opt_state`` may
     be an ``nnx.Optimizer``.
     """
-    opt_state = _nnx.arrays(opt_state)
-    found = reductions(opt_state)
-    if not found:
-        return None
+    found = reductions(_nnx.arrays(opt_state))
+    return _joined(found) if found else None
+
+
+@_placement.on_auto_axes
+def _joined(found: list[Any]) -> StepInfo:
     infos = [_info_of(state) for state in found]
-    states = get_states(opt_state)
+    states = get_states(found)
     largest = infos[0]
     if states:
         largest = max(states, key=lambda state: state.layout.size).info

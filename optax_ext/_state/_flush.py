@@ -64,10 +64,10 @@ def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
     given, opt_state = opt_state, _nnx.arrays(opt_state)
     _consolidate.check("flush(params, opt_state)", params, opt_state)
     index = _index.of(opt_state)
-    still = [settings for settings, layout in index.sparse if layout.size]
-    if still and all(x.whole and not x.step_ahead for x in still):
+    still = [x for x, layout in index.sparse if layout.size and not x.step_ahead]
+    if still and all(x.whole for x in still):
         raise ValueError(
-            "opt_state is of an optimizer without a look-ahead, such as ok_topk_sgd: its workers "
+            "opt_state has an optimizer without a look-ahead, such as ok_topk_sgd: its workers "
             "take their gradients at params, and flush has nothing to move. To apply all that "
             "waits in the residuals: updates, opt_state = optax_ext.consolidate(params, "
             "opt_state), then params = optax.apply_updates(params, updates)."

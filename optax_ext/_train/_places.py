@@ -165,13 +165,6 @@ class Places:
 
         return self.auto.put(params), self.auto.put_state(opt_state), jax.tree.map(typed, batch)
 
-    def outside(self, step: Callable[..., Any], *args: Any) -> tuple[Any, ...]:
-        """The results of a step whose program has :attr:`auto` axes only."""
-        results = step(*self.on_auto_axes(*args), places=self.auto.if_kept)
-        params, opt_state, *rest = results
-        rest = _placement.on_axes_of(self.mesh, rest)
-        return self.put(params), self.put_state(opt_state), *rest
-
     def constrain(self, results: tuple[Any, ...], others: PartitionSpec) -> tuple[Any, ...]:
         """Parameters and state of a step, in the places of the previous ones.
 
@@ -246,7 +239,7 @@ def put_leaves(
     own = [i for i, pair in enumerate(zip(leaves, places, strict=True)) if _is_of_process(*pair)]
     if own:
         leaves, hosts = [*leaves], [_on_host(leaves[i]) for i in own]
-        _same_program.check_values(places[own[0]].mesh, dict(zip(map(name_of, own), hosts)))
+        _same_program.check_values(places[own[0]].mesh, hosts, lambda i: name_of(own[i]))
         for i, host in zip(own, hosts, strict=True):
             leaves[i] = _spread(host, places[i], leaves[i])
     return _placed(leaves, places)

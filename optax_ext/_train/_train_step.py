@@ -242,7 +242,8 @@ class TrainStep:
                 if not places.explicit or _OF_ONE_MESH not in str(error):
                     raise
                 self._types_outside = True
-        return places.outside(self._step, params, opt_state, batch)
+        typed_outside = _placement.on_auto_axes(self._step)
+        return typed_outside(params, opt_state, batch, places=places.auto.if_kept)
 
     @property
     def jitted(self) -> Any:

@@ -96,18 +96,16 @@ def movements(state: Any) -> dict[str, np.ndarray]:
 
 def why_not_flushed(case: Case, state: Any) -> list[str]:
     """Phrases of the errors of `flush`; empty if there must be none."""
-    reasons, held = [], {}
+    reasons, held, still = [], {}, []
     late = [node.late for node in nodes(state, LocalStepsState)]
     if any(np.asarray(x).any() for x in jax.tree.leaves(late)):
         reasons.append("on its way")
-    holding = [node.settings for node in sparse(state) if node.layout.size]
-    if holding and all(settings.whole and not settings.step_ahead for settings in holding):
-        return [*reasons, "flush has nothing to move"]
     for node in sparse(state):
         leaves = {name for name, rows in by_leaf(node).items() if rows.size}
         held |= dict.fromkeys(leaves, node.settings.step_ahead)
-    if not all(held.values()):
-        reasons.append("may be gradients")
+        still += [node.settings.whole] if leaves and not node.settings.step_ahead else []
+    if still:
+        reasons.append("flush has nothing to move" if all(still) else "may be gradients")
     names = held.keys() | {name for name, rows in movements(state).items() if rows.size}
     if names & case.of.follows(case.leaves):
         reasons.append("has a transformation")

@@ -223,6 +223,18 @@ def batch_of(rows=16, seed=0):
     return normal((rows, 6), seed)
 
 
+def by_data_parallel(loss_fn, tx):
+    """A step that is written for one device."""
+
+    @optax_ext.data_parallel
+    def step(params, state, batch):
+        loss, gradient = jax.value_and_grad(loss_fn)(optax_ext.ahead(params, state), batch)
+        updates, state = tx.update(gradient, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    return step
+
+
 LOOPS = ("pmap", "check_vma=False", "simulate")
 
 

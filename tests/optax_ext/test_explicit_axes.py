@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_ext
-from tests.optax_ext.helpers import PARAMS, batch_of, bits, loss_fn, mesh, slow
+from tests.optax_ext.helpers import PARAMS, batch_of, bits, by_data_parallel, loss_fn, mesh, slow
 
 EXPLICIT = mesh(kind=AxisType.Explicit)
 AROUND = {"set": lambda on: jax.set_mesh(on), "given": lambda on: contextlib.nullcontext()}
@@ -76,16 +76,6 @@ def test_a_batch_that_is_on_the_explicit_mesh(spec):
 
     found = trained(TX["sparse_adamw"](), EXPLICIT, jax.set_mesh, placed)
     check_close(found, expected("sparse_adamw"))
-
-
-def by_data_parallel(loss_fn, tx):
-    @optax_ext.data_parallel
-    def step(params, state, batch):
-        loss, gradient = jax.value_and_grad(loss_fn)(optax_ext.ahead(params, state), batch)
-        updates, state = tx.update(gradient, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
-    return step
 
 
 @pytest.mark.parametrize("which", ["params", *map(slow, ("batch", "both"))])
@@ -286,7 +276,10 @@ def ended(way, tx, loss_fn, on, around):
 def test_a_loss_that_needs_the_devices_when_it_is_lowered(what, around, way):
     """JAX refuses it in a program that has explicit and other axes."""
 
+    traces = []
+
     def needs(params, batch):
+        traces.append(1)
         # By a function that JAX does not have to differentiate.
         scale = NEEDS_DEVICES[what](jax.lax.stop_gradient(jnp.max(batch)))
         return loss_fn(params, batch) * scale
@@ -296,6 +289,8 @@ def test_a_loss_that_needs_the_devices_when_it_is_lowered(what, around, way):
 
     tx = TX["every" if way == "make_train_round" else "sparse_adamw"]()
     found = ended(way, tx, needs, EXPLICIT, AROUND[around])
+    # The program that JAX refuses, and the other one; the loop of a round traces its body twice.
+    assert len(traces) <= (4 if way == "make_train_round" else 2)
     check_close(found, ended(way, tx, plain, EXPLICIT, AROUND[around]))
     leaves = jax.tree.leaves(found)
     assert {leaf.sharding.mesh.axis_types for leaf in leaves} == {(AxisType.Explicit,)}

@@ -46,22 +46,6 @@ def test_consolidate_returns_all_of_the_residuals(wrapped):
     np.testing.assert_allclose(flat(found), waits, rtol=1e-5, atol=1e-7)
 
 
-def test_what_ok_topk_sgd_has_not_sent_is_added_to_the_parameters():
-    """As the messages of flush say; then all gradients have been applied, as SGD would."""
-    tx, sums = optax_ext.ok_topk_sgd(0.1, axis="data", density=0.25), {"w": 0.0, "b": 0.0}
-    params = jax.tree.map(jnp.asarray, PARAMS)
-    steps = train(tx, loss_fn, PARAMS, [batch_of(seed=i) for i in range(STEPS)], mesh())
-    for (params, *_), seed in zip(steps, range(STEPS), strict=False):
-        gradient = jax.grad(loss_fn)(params, batch_of(seed=seed))
-        sums = jax.tree.map(lambda s, g: s - 0.1 * np.asarray(g, np.float64), sums, gradient)
-    params, state, _ = steps[-1]
-    refused("take their gradients at params, and flush has nothing", optax_ext.flush, params, state)
-    updates, state = optax_ext.consolidate(params, state)
-    assert np.abs(flat(updates)).max() > 1e-3
-    wanted = jax.tree.map(np.add, PARAMS, sums)
-    np.testing.assert_allclose(flat(optax.apply_updates(params, updates)), flat(wanted), atol=1e-6)
-
-
 @pytest.mark.parametrize("function", [optax_ext.flush, optax_ext.consolidate])
 def test_a_state_without_residuals_and_arguments_that_have_changed_places(function):
     params = jax.tree.map(jnp.asarray, PARAMS)

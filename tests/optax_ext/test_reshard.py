@@ -323,6 +323,12 @@ def test_what_does_not_fit_is_named():
             ValueError,
             r"old.*not there in fresh",
         ),
+        (
+            fresh(optax.chain(tx, optax.adam(0.1)), 2),
+            fresh(optax.chain(tx, optax.adam(0.1)), 3, {**PARAMS, "new": PARAMS["b"]}),
+            ValueError,
+            r"params\['new'\] is not there in opt",
+        ),
         (state, np.int64(4), TypeError, place),
         (state, mesh(4, "w"), TypeError, place),
     ):

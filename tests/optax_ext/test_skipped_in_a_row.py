@@ -1,5 +1,6 @@
 """A loop that skips step after step gets one warning, and waits for nothing."""
 
+import functools
 import warnings
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 
 import optax_ext
 from optax_ext._train import _skipped
+from tests.optax_ext.helpers import by_data_parallel
 
 WORKERS = 2
 MESH = jax.make_mesh((WORKERS,), ("data",), devices=jax.devices()[:WORKERS])
@@ -31,23 +33,17 @@ def by_round(tx):
     return lambda params, state, x: step(params, state, np.stack([x, x]))
 
 
-def by_data_parallel(tx):
-    @optax_ext.data_parallel
-    def step(params, state, x):
-        loss, gradients = jax.value_and_grad(loss_fn)(optax_ext.ahead(params, state), x)
-        updates, state = tx.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
-    return step
-
-
 WAYS = {
     "dense": (by_step, None, "all workers skipped 10 steps"),
     "step": (by_step, None, "all workers skipped 10 steps"),
     "every": (by_step, 2, "a worker left out its 10 steps"),
     "round": (by_round, 2, "a worker left out its 20 steps"),
     "local steps": (by_step, None, "a worker left out its 10 steps"),
-    "data_parallel": (by_data_parallel, None, "all workers skipped 10 steps"),
+    "data_parallel": (
+        functools.partial(by_data_parallel, loss_fn),
+        None,
+        "all workers skipped 10 steps",
+    ),
 }
 
 

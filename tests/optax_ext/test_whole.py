@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import optax_ext
+from tests.optax_ext import helpers
 from tests.optax_ext.helpers import mesh, normal, refused, slow, train
 
 # As in users' programs: optax adds floats to integers.
@@ -212,3 +213,27 @@ def test_masks_of_whole_subtrees():
         init(optax.chain(first, optax.masked(rounds, others)), params)
         for inside in (mask, {"a": {"w": True, "b": True}, "c": True}):
             refuses(optax.chain(first, optax.masked(rounds, inside)), params)
+
+
+def test_what_ok_topk_sgd_has_not_sent_is_added_to_the_parameters():
+    """As the messages of flush say; then all gradients have been applied, as SGD would."""
+    tx, sums = optax_ext.ok_topk_sgd(0.1, axis="data", density=0.25), {"w": 0.0, "b": 0.0}
+    params = jax.tree.map(jnp.asarray, helpers.PARAMS)
+    steps = train(
+        tx,
+        helpers.loss_fn,
+        helpers.PARAMS,
+        [helpers.batch_of(seed=i) for i in range(8)],
+        helpers.mesh(),
+    )
+    for (params, *_), seed in zip(steps, range(8), strict=False):
+        gradient = jax.grad(helpers.loss_fn)(params, helpers.batch_of(seed=seed))
+        sums = jax.tree.map(lambda s, g: s - 0.1 * np.asarray(g, np.float64), sums, gradient)
+    params, state, _ = steps[-1]
+    refused("take their gradients at params, and flush has nothing", optax_ext.flush, params, state)
+    updates, state = optax_ext.consolidate(params, state)
+    assert np.abs(helpers.flat(updates)).max() > 1e-3
+    wanted = jax.tree.map(np.add, helpers.PARAMS, sums)
+    np.testing.assert_allclose(
+        helpers.flat(optax.apply_updates(params, updates)), helpers.flat(wanted), atol=1e-6
+    )
